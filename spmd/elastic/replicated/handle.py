@@ -29,7 +29,7 @@ from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, Condition, Event, check_may_block, wait_for_event, wait_while
 from rref.names import check_object_name
 from rref.proxy import RRefProxy
-from spmd.elastic.errors import StateLostError
+from spmd.elastic.errors import PutOut, StateLostError
 from spmd.elastic.replicated.host import RAISED, VALUE, Host, call
 from spmd.elastic.replicated.hosts import Hosts, hosts
 from spmd.elastic.replicated.machine import OBJECT, WHOLE, Method, check_not_inside
@@ -37,7 +37,14 @@ from spmd.elastic.replicated.order import Call
 
 __all__ = ["Replicated"]
 
-_REPEATED: Final = (WorkerLostError, UnknownWorkerError, MessageLostError, GivenUpError, NotInitializedError)
+_REPEATED: Final = (
+    WorkerLostError,
+    UnknownWorkerError,
+    MessageLostError,
+    GivenUpError,
+    NotInitializedError,
+    PutOut,
+)
 """Errors after which a call is repeated, at the same primary or another one."""
 
 _MAX_OPEN: Final = 256
@@ -99,7 +106,8 @@ class Replicated:
         check_may_block()
         found = hosts()
         description = f"a {made} in {copies} copies"
-        host = found.by_name.get(self.name) or Host(found, self.name, description, make, copies)
+        with found.changed:
+            host = found.by_name.get(self.name) or Host(found, self.name, description, make, copies)
         if host.description != description:
             found.survey(self.name, description)  # raises
         with waits.waiting("elastic.Replicated", list, name=self.name):

@@ -25,7 +25,7 @@ from rpc.serialization.settings import allow_function
 from spmd.elastic.errors import ElasticError, PutOut
 from spmd.elastic.losses import LOG_SECONDS
 from spmd.elastic.replicated.hosts import CANDIDATE, FOUNDING, MEMBER, Hosts, Status, part
-from spmd.elastic.replicated.machine import WHOLE, Method, ObjectMachine
+from spmd.elastic.replicated.machine import WHOLE, Method, ObjectMachine, owned
 from spmd.elastic.replicated.order import (
     Answer,
     Apply,
@@ -157,6 +157,8 @@ class Host:
         view = self.copy.view
         if view is None:
             return Status(FOUNDING if self._founding else "" if self.copy.unfit else CANDIDATE)
+        if self.copy.deposed:
+            return Status()
         if not self.copy.is_primary:
             return Status(MEMBER, self.identity)
         return Status(MEMBER, self.identity, view.number, view.ready)
@@ -208,6 +210,9 @@ class Host:
                 return ELSEWHERE, None
             ended = tuple(each for each in copy.sessions if each in self.hosts.lost)
             what: Method = call.what
+            if call.session == self.hosts.me:  # the caller may go on with its own arguments
+                args, kwargs = owned((what.args, dict(what.kwargs)), tracked=True)
+                what = what._replace(args=args, kwargs=kwargs)
             call = Call(call.session, call.number, call.answered, what, ended)
             try:
                 if (what.target, what.name) == (WHOLE, "workers"):

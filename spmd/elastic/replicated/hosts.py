@@ -24,6 +24,7 @@ EXTENSION: Final = "spmd.elastic.replicated"
 
 CANDIDATE, FOUNDING, MEMBER = "candidate", "founding", "member"
 
+_ASK_TIMEOUT: Final = 3.0
 _NOTICE_SECONDS: Final = 12.0
 """As in ``views``: time in which a worker that is cut off must have noticed it."""
 
@@ -155,7 +156,9 @@ class Hosts:
         for member in self.agent.group.peers.view.present():
             if member.incarnation != self.me:
                 with contextlib.suppress(RpcError):
-                    calls[member.incarnation] = self.agent.call_async(member.name, ask, args, {}, 10.0)
+                    calls[member.incarnation] = self.agent.call_async(
+                        member.name, ask, args, {}, _ASK_TIMEOUT
+                    )
         found = {self.me: ask(name, description, 0)}
         for incarnation, call in calls.items():
             try:
@@ -171,11 +174,15 @@ class Hosts:
         return self.losses.present() - self.dead <= set(answered)
 
 
+_lock: Final = threading.Lock()
+
+
 def hosts() -> Hosts:
     """Return the hosts of the current agent."""
     agent = current_agent()
-    found = agent.extensions.get(EXTENSION)
-    return found if isinstance(found, Hosts) else Hosts(agent)
+    with _lock:
+        found = agent.extensions.get(EXTENSION)
+        return found if isinstance(found, Hosts) else Hosts(agent)
 
 
 def part(name: str) -> Part | None:

@@ -31,6 +31,7 @@ class Server:
         self.total = torch.zeros(3, dtype=torch.float64)
         self.updates = 0
         self.random = torch.Generator().manual_seed(3)
+        self.arguments: list[torch.Tensor] = []
 
     def push(self, gradient: torch.Tensor) -> int:
         self.total += gradient + torch.rand(3, generator=self.random, dtype=torch.float64)
@@ -40,6 +41,12 @@ class Server:
     def fail(self) -> None:
         self.updates += 1
         raise ValueError(f"update {self.updates} fails")
+
+    def keep_argument(self, gradient: torch.Tensor) -> None:
+        self.arguments.append(gradient)
+
+    def kept_arguments(self) -> list[int]:
+        return [int(each[0]) for each in self.arguments]
 
     def look(self) -> tuple[torch.Tensor, int, str]:
         return self.total, self.updates, rpc.get_worker_info().name
@@ -118,6 +125,32 @@ def test_further_worker_gets_a_copy_with_the_whole_state_and_takes_over(run_work
     assert (answers, updates, name) == (list(range(1, 26)), 25, "worker0")
     assert torch.equal(total, expected(25, 1.0))
     newcomer.tell("end")
+
+
+def test_worker_with_a_copy_calls_it_too_and_may_change_its_arguments_afterwards(
+    run_workers: RunWorkers,
+) -> None:
+    def both(worker: Worker) -> Any:
+        init(worker)
+        server = Replicated(Server)
+        gradient = torch.ones(3, dtype=torch.float64)
+        for _ in range(5):
+            server.rpc_sync().keep_argument(gradient)
+            gradient += 1
+        if worker.rank == 1:
+            worker.report("pushed")
+            worker.wait_for("end")
+        elif worker.rank == 0:
+            worker.report("pushed")
+            worker.wait_for("never")
+        return server.rpc_sync().kept_arguments(), server.workers()
+
+    workers = run_workers.start(both, 2, time_limit=60)
+    workers.wait_for("pushed")
+    workers[0].kill()
+    workers[1].tell("end")
+    kept, names = workers[1].result()
+    assert (sorted(kept), names) == ([1, 1, 2, 2, 3, 3, 4, 4, 5, 5], ["worker1"])
 
 
 def test_errors_reach_the_caller_and_leave_all_copies_equal(run_workers: RunWorkers) -> None:
