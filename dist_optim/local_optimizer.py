@@ -76,18 +76,33 @@ class LocalOptimizer:
     def step(self, context_id: int) -> None:
         """Perform one step with the gradients of a context. Parameters without a gradient are skipped."""
         with self._locks.held(), _updates(self._optimizer):
-            gradients = _gradients(context_id)
-            before = [parameter.grad for parameter in self._optimized]
-            try:
-                for optimized, parameter in zip(self._optimized, self._parameters, strict=True):
-                    if optimized is not parameter and optimized.data_ptr() != parameter.data_ptr():
-                        optimized.data = parameter.data  # the parameter's memory was replaced
-                    optimized.grad = gradients.get(parameter)
-                with spans.span("optimizer step", parameters=len(gradients)):
-                    self._optimizer.step()
-            finally:
-                for optimized, gradient in zip(self._optimized, before, strict=True):
-                    optimized.grad = gradient
+            self._step(self.gradients(context_id))
+
+    def step_with(self, gradients: Sequence[Tensor | None]) -> None:
+        """Perform one step with these gradients; see ``gradients``."""
+        with self._locks.held(), _updates(self._optimizer):
+            self._step(gradients)
+
+    def gradients(self, context_id: int) -> list[Tensor | None]:
+        """Return the gradient that a context has for each parameter, or None."""
+        found = _gradients(context_id)
+        return [found.get(parameter) for parameter in self._parameters]
+
+    def _step(self, gradients: Sequence[Tensor | None]) -> None:
+        before = [parameter.grad for parameter in self._optimized]
+        count = sum(gradient is not None for gradient in gradients)
+        try:
+            for optimized, parameter, gradient in zip(
+                self._optimized, self._parameters, gradients, strict=True
+            ):
+                if optimized is not parameter and optimized.data_ptr() != parameter.data_ptr():
+                    optimized.data = parameter.data  # the parameter's memory was replaced
+                optimized.grad = gradient
+            with spans.span("optimizer step", parameters=count):
+                self._optimizer.step()
+        finally:
+            for optimized, gradient in zip(self._optimized, before, strict=True):
+                optimized.grad = gradient
 
     def norms(self, context_id: int, norm_type: float) -> Tensor:
         """Return the norm of each gradient that the context has for these parameters; shape (number of

@@ -13,7 +13,7 @@ from dist_optim import checkpoint, parameter_groups
 from dist_optim.fan_out import on_all, on_all_objects
 from dist_optim.local_optimizer import LocalOptimizer, OptimizerFactory, make_local_optimizer
 from dist_optim.lr_scheduler import DistributedLRScheduler, LocalScheduler, SchedulerFactory
-from dist_optim.parameter_groups import Parameters
+from dist_optim.parameter_groups import HostedParameter, Parameters
 from rpc.agent.futures import Future
 from rpc.api import rpc_async
 from rref import RRef
@@ -92,8 +92,11 @@ class DistributedOptimizer:
 
         def make(groups: list[list[int]]) -> Future[tuple[RRef[LocalOptimizer], list[list[int]]]]:
             references = [given.references[position] for positions in groups for position in positions]
+            first = references[0]
+            if isinstance(first, HostedParameter):
+                return first.make_optimizer(optimizer_class, references, groups, *how)
             return rpc_async(
-                references[0].owner(),
+                first.owner(),
                 make_local_optimizer,
                 args=(optimizer_class, references, groups, *how),
             )
@@ -185,6 +188,11 @@ class DistributedOptimizer:
                 train_one_epoch()
                 scheduler.step()
         """
+        for worker, optimizer in self.local_optimizers.items():
+            if not isinstance(optimizer, RRef):
+                raise TypeError(
+                    f"{worker} has no schedulers for its optimizers: step one in a method of the object"
+                )
         made = on_all(
             self.local_optimizers,
             f"making a {getattr(scheduler_class, '__name__', scheduler_class)}",

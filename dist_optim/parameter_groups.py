@@ -5,15 +5,37 @@ Parameters are numbered in the order in which they were given, over all groups, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
+from rpc.agent.futures import Future
 from rpc.errors import with_article
 from rref import RRef
 
-__all__ = ["GivenParameters", "Parameters", "read"]
+__all__ = ["GivenParameters", "HostedParameter", "Parameters", "read"]
 
-Parameters = Iterable[RRef[Any]] | Iterable[Mapping[str, Any]]
+
+class HostedParameter(ABC):
+    """A reference to a parameter that several workers have, and whose host makes the optimizers."""
+
+    @abstractmethod
+    def owner_name(self) -> str:
+        """Return the name of the host; those with the same name get one optimizer."""
+
+    @abstractmethod
+    def make_optimizer(
+        self, optimizer_class: Callable[..., Any], references: Sequence[Any], *how: Any
+    ) -> Future[tuple[Any, list[list[int]]]]:
+        """Make an optimizer of these parameters; see ``make_local_optimizer``. In place of an ``RRef``, the
+        future's value has an object with the methods ``rpc_sync`` and ``rpc_async``.
+        """
+
+
+Reference = RRef[Any] | HostedParameter
+_REFERENCES: Final = (RRef, HostedParameter)
+
+Parameters = Iterable[RRef[Any]] | Iterable[HostedParameter] | Iterable[Mapping[str, Any]]
 """References to parameters; or groups of them, each a dict with its ``params`` and its options."""
 
 
@@ -26,7 +48,7 @@ class GivenParameters(NamedTuple):
         group_of: for each reference the number of its group.
     """
 
-    references: Sequence[RRef[Any]]
+    references: Sequence[Reference]
     options: Sequence[Mapping[str, Any]] | None
     group_of: Sequence[int]
 
@@ -47,7 +69,7 @@ def read(given: Parameters) -> GivenParameters:
         TypeError: an entry is not a reference, or, where others are groups, not a group.
         ValueError: there are no parameters, or none in some group.
     """
-    if isinstance(given, RRef):
+    if isinstance(given, _REFERENCES):
         raise TypeError(f"params_rref is one reference, {given!r}, not a list of them: pass [params_rref]")
     if isinstance(given, Mapping):
         raise TypeError("params_rref is one parameter group, not a list of them: pass [params_rref]")
@@ -57,7 +79,7 @@ def read(given: Parameters) -> GivenParameters:
     if not any(isinstance(each, Mapping) for each in found):
         _check_references(found, "params_rref")
         return GivenParameters(found, None, [0] * len(found))
-    references: list[RRef[Any]] = []
+    references: list[Reference] = []
     group_of: list[int] = []
     for number, group in enumerate(found):
         members = _members(group, f"params_rref[{number}]")
@@ -67,14 +89,14 @@ def read(given: Parameters) -> GivenParameters:
     return GivenParameters(references, options, group_of)
 
 
-def _members(group: Any, where: str) -> list[RRef[Any]]:
+def _members(group: Any, where: str) -> list[Reference]:
     if not isinstance(group, Mapping) or "params" not in group:
         raise TypeError(
             f"{where} is {with_article(type(group))}, not a parameter group: if one entry is a group, all "
             "must be, as dicts with references under 'params', and options"
         )
     given = group["params"]
-    members = [given] if isinstance(given, RRef) else list(given)
+    members = [given] if isinstance(given, _REFERENCES) else list(given)
     if not members:
         raise ValueError(f"{where} is a parameter group without parameters")
     _check_references(members, f"{where}['params']")
@@ -83,7 +105,7 @@ def _members(group: Any, where: str) -> list[RRef[Any]]:
 
 def _check_references(given: Sequence[Any], where: str) -> None:
     for position, reference in enumerate(given):
-        if not isinstance(reference, RRef):
+        if not isinstance(reference, _REFERENCES):
             raise TypeError(
                 f"{where}[{position}] is {with_article(type(reference))}, not a reference: for "
                 "parameters of this worker pass a list of rpc.RRef(each) for each in model.parameters()"

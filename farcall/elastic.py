@@ -15,6 +15,7 @@ from spmd.elastic.job import Job, join
 from spmd.elastic.local_sgd import DiLoCo, LocalSGD, Round
 from spmd.elastic.reducer import DistributedDataParallel
 from spmd.elastic.replicas import replica
+from spmd.elastic.replicated.handle import Replicated
 from spmd.elastic.sampling import Sampler
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "JobMismatchError",
     "LocalSGD",
     "PutOut",
+    "Replicated",
     "Round",
     "Sampler",
     "StateLostError",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from spmd.elastic.local_sgd import DiLoCo, LocalSGD, Round
     from spmd.elastic.reducer import DistributedDataParallel
     from spmd.elastic.replicas import replica
+    from spmd.elastic.replicated.handle import Replicated
     from spmd.elastic.sampling import Sampler
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "JobMismatchError",
     "LocalSGD",
     "PutOut",
+    "Replicated",
     "Round",
     "Sampler",
     "StateLostError",
@@ -48,6 +50,7 @@ _PLACES: Final = {
     "DistributedDataParallel": "reducer",
     "Job": "job",
     "LocalSGD": "local_sgd",
+    "Replicated": "replicated.handle",
     "Round": "local_sgd",
     "Sampler": "sampling",
     "join": "job",

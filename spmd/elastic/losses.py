@@ -11,17 +11,16 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from rpc.errors import RendezvousError, RpcError
 from rpc.group.peer import Peer
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import SharedStore
 from rpc.runtime.process_signs import stat_fields
-from spmd.elastic.agreement import Member
 from spmd.elastic.errors import ElasticError
 
-__all__ = ["FINISHED", "LOG_SECONDS", "Losses"]
+__all__ = ["FINISHED", "LOG_SECONDS", "Losses", "Observer"]
 
 FINISHED: Final = "elastic/finished"
 """The key in the group's store under which the job's last step is, once it has ended."""
@@ -34,6 +33,25 @@ _STOPPED_SECONDS: Final = 8.0
 
 _EXITING: Final = 0x4  # PF_EXITING, in /proc/PID/stat
 _STATE, _FLAGS, _START = 0, 6, 19  # fields behind the name (proc(5))
+
+
+class Observer(Protocol):
+    """A part of a protocol that acts on losses; see ``agreement.Member``."""
+
+    me: int
+    dead: set[int]
+
+    def partners(self) -> set[int]:
+        """Return the workers whose losses matter."""
+
+    def witnessed(self, incarnation: int) -> None:
+        """Record that a worker has ended, for certain."""
+
+    def was_stopped(self) -> None:
+        """Record that this process did not run for a while."""
+
+    def was_removed(self, incarnations: Iterable[int]) -> None:
+        """Record workers that are not in the group's log, though this one is."""
 
 
 class Losses:
@@ -50,7 +68,7 @@ class Losses:
     def __init__(
         self,
         agent: Any,
-        core: Member,
+        core: Observer,
         changed: threading.Condition,
         on_loss: Callable[[int, str | None], object],
     ) -> None:
@@ -153,9 +171,14 @@ class Losses:
                     raise ElasticError(f"worker '{name}': the group's store does not answer") from error
             self._closed.wait(LOG_SECONDS)
 
+    def present(self) -> set[int]:
+        """Return the workers that are in the group's log."""
+        found: set[int] = self.on_store(lambda store: _present(Log(store)))
+        return found
+
     def misses_present_workers(self) -> bool:
         """Whether a lost worker that may live is still in the group's log."""
-        present: set[int] = self.on_store(lambda store: _present(Log(store)))
+        present = self.present()
         with self._changed:
             self.take_in()
             return any(map(self.is_out_of_reach, present))

@@ -85,6 +85,17 @@ def test_elastic_training_goes_on_when_a_process_is_killed(tmp_path: Path) -> No
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
+def test_replicated_server_uses_each_gradient_once_though_it_is_killed(tmp_path: Path) -> None:
+    with leftovers.nothing_left():
+        program = [str(EXAMPLES / "replicated_server.py"), "--steps", "600", "--kills", "3"]
+        launcher = Launcher([sys.executable, *program], tmp_path, QUIET)
+        assert launcher.end() == 0, launcher.said
+    assert launcher.said.count("the server has used 600 of 600 gradients") == 2
+    assert launcher.said.count("kill -9") == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
 def test_a_parameter_server_and_its_trainers_may_be_killed(tmp_path: Path) -> None:
     program = [str(EXAMPLES / "embeddings.py"), "--folder", str(tmp_path), "--steps", "1500", "--every", "50"]
     with leftovers.nothing_left():

@@ -161,6 +161,7 @@ def test_every_example_is_tested() -> None:
         "embeddings",
         "pipeline_schedules",
         "elastic_training",
+        "replicated_server",
     }
 
 

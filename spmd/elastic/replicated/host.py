@@ -1,0 +1,428 @@
+"""The copies of replicated objects in this process: carries out what ``order`` decides.
+
+Locks: a host's ``lock`` is held while its copy runs a call, and by a primary until its backups have answered.
+Only the backups of a view are waited for, which wait for nobody. ``changed`` guards what is known of losses.
+Threads: calls and messages run on executor threads. A host's own thread takes over and adds copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from contextvars import Context
+from dataclasses import replace
+from time import monotonic
+from typing import Any, Final
+
+from dist_autograd.api import has_context
+from dist_autograd.contexts import current
+from rpc.errors import GivenUpError, RpcError, SerializationError, WorkerLostError
+from rpc.runtime.blocking import Event, wait_for_event
+from rpc.serialization.settings import allow_function
+from spmd.elastic.errors import ElasticError, PutOut
+from spmd.elastic.losses import LOG_SECONDS
+from spmd.elastic.replicated.hosts import CANDIDATE, FOUNDING, MEMBER, Hosts, Status, part
+from spmd.elastic.replicated.machine import WHOLE, Method, ObjectMachine, owned
+from spmd.elastic.replicated.order import (
+    Answer,
+    Apply,
+    Call,
+    Copy,
+    DeposedError,
+    Done,
+    Install,
+    Message,
+    OutdatedCallError,
+    Refusal,
+    Steps,
+    Unsendable,
+)
+
+__all__ = ["ELSEWHERE", "RAISED", "VALUE", "Host", "call"]
+
+logger = logging.getLogger(__name__)
+
+ELSEWHERE, RAISED, VALUE = "elsewhere", "raised", "value"
+"""What the answer to a call has: nothing, as this worker has no primary; an exception; a value."""
+
+_FIRST_PAUSE: Final = 0.005
+_ASK_SECONDS: Final = 0.1
+
+
+class Host:
+    """This worker's part in one replicated object: its copy, or that it can keep one. From any thread.
+
+    Args:
+        hosts: of this agent.
+        name: of the object.
+        description: what it is, and how many copies it has; the same on all hosts.
+        make: makes the object.
+        copies: the wanted number of copies.
+
+    Attributes:
+        copy: this worker's copy.
+        identity: see ``Status``.
+        offers: workers that can keep a copy.
+        error: why this worker cannot keep one, or None.
+        woken: set when there may be something to do.
+    """
+
+    def __init__(
+        self, hosts: Hosts, name: str, description: str, make: Callable[[], Any], copies: int
+    ) -> None:
+        self.hosts, self.name, self.description = hosts, name, description
+        self.machine = ObjectMachine(make)
+        self.copy = Copy(hosts.me, self.machine, copies)
+        self.copy.gone = hosts.gone
+        self.identity = 0
+        self.lock = threading.Lock()
+        self.offers: set[int] = set()
+        self.error: Exception | None = None
+        self.woken = threading.Event()
+        self._founding = False
+        self._serial = 0
+        hosts.by_name[name] = self
+        threading.Thread(target=self._run, name=f"copy of {name}", daemon=True).start()
+
+    # ---- the beginning
+
+    def enter(self, deadline: float) -> int:
+        """Find the object, or found it with the other workers that can keep a copy; return its identity when
+        it takes calls.
+
+        Raises:
+            ElasticError: there were not enough workers in time, or this one cannot keep its copy.
+            Exception: what making the object has raised.
+        """
+        hosts, copy = self.hosts, self.copy
+        while True:
+            hosts.check()
+            found = hosts.survey(self.name, self.description, offer=True)
+            ready = [each for each in found.values() if each.ready]
+            if self.error is not None:
+                raise ElasticError(
+                    f"worker '{hosts.agent.info.name}' cannot keep a copy of '{self.name}': "
+                    f"{type(self.error).__name__}: {self.error}"
+                ) from self.error
+            if ready:
+                return ready[0].identity
+            if copy.view is None and not any(each.role == MEMBER for each in found.values()):
+                self._try_to_found(found)
+            wait_for_event(Event(), min(deadline, monotonic() + _ASK_SECONDS))
+            if monotonic() > deadline:
+                there = sum(each.role != "" for each in found.values())
+                raise ElasticError(
+                    f"'{self.name}' has {copy.copies} copies, each on a worker of its own that calls "
+                    f"elastic.Replicated: only {there} of the {len(found)} workers of the group have, in time"
+                )
+
+    def _try_to_found(self, found: Mapping[int, Status]) -> None:
+        """Found the object if no other worker does. One that is about to says so before it asks all others,
+        and founds if none of them has said so: of two, at most one finds that.
+        """
+        hosts = self.hosts
+        candidates = [each for each, status in found.items() if status.role == CANDIDATE]
+        ids = {each: peer.member.info.id for each in candidates if (peer := hosts.losses.peer(each))}
+        own = hosts.agent.info.id
+        if any(number < own for each, number in ids.items() if each != hosts.me):
+            return
+        if not hosts.is_complete(found):
+            return
+        self._founding = True
+        try:
+            found = hosts.survey(self.name, self.description, offer=True)
+            others = [status for each, status in found.items() if each != hosts.me]
+            if any(each.role in (FOUNDING, MEMBER) for each in others) or not hosts.is_complete(found):
+                return
+            try:
+                self.machine.make()
+                if self.copy.copies > 1:
+                    self.machine.snapshot()
+            except BaseException:
+                del hosts.by_name[self.name]
+                self.woken.set()
+                raise
+            with self.lock:
+                self.identity = secrets.randbits(62)
+                self.copy.found()
+        finally:
+            self._founding = False
+        self.woken.set()
+
+    def status(self) -> Status:
+        """Return what to tell other workers."""
+        view = self.copy.view
+        if view is None:
+            return Status(FOUNDING if self._founding else "" if self.copy.unfit else CANDIDATE)
+        if self.copy.deposed:
+            return Status()
+        if not self.copy.is_primary:
+            return Status(MEMBER, self.identity)
+        return Status(MEMBER, self.identity, view.number, view.ready)
+
+    # ---- a backup
+
+    def receive(self, identity: int, sender: int, serial: int, message: Message) -> Answer:
+        """Do what the primary asks for."""
+        with self.lock:
+            self.hosts.check()
+            if self.copy.view is not None and identity != self.identity:
+                return Refusal.UNFIT, 0
+            self.hosts.learn(())
+            try:
+                answer = self.copy.receive(sender, serial, message)
+            except Exception as error:  # the state cannot be taken over
+                self.error = error
+                logger.warning(
+                    "worker '%s' cannot keep a copy of '%s'", self.hosts.agent.info.name, self.name,
+                    exc_info=error,
+                )  # fmt: skip
+                return Refusal.UNFIT, 0
+            if isinstance(message, Install) and isinstance(answer, Done):
+                self.identity = identity
+                self._watch()
+            return answer
+
+    def _watch(self) -> None:
+        view = self.copy.view
+        if view is not None:
+            with self.hosts.changed:
+                self.hosts.losses.watch_processes(view.members)
+
+    # ---- the primary
+
+    def call(self, call: Call, begun: int) -> tuple[str, Any]:
+        """Run a call on all copies, for its caller.
+
+        Args:
+            call: the call.
+            begun: the primary with which the caller's autograd context has begun; 0 if there is none.
+        """
+        copy, machine = self.copy, self.machine
+        context = current.get()
+        is_lost = context is not None and begun not in (0, self.hosts.me)
+        with self.lock:
+            view = copy.view
+            if not copy.is_primary or view is None or not view.ready or self.hosts.closed.is_set():
+                return ELSEWHERE, None
+            ended = tuple(each for each in copy.sessions if each in self.hosts.lost)
+            what: Method = call.what
+            if call.session == self.hosts.me:  # the caller may go on with its own arguments
+                args, kwargs = owned((what.args, dict(what.kwargs)), tracked=True)
+                what = what._replace(args=args, kwargs=kwargs)
+            call = Call(call.session, call.number, call.answered, what, ended)
+            try:
+                if (what.target, what.name) == (WHOLE, "workers"):
+                    self._drive(copy.settle())
+                    return VALUE, self._names()
+                if what.target >= 0 and what.name in (
+                    "norms",
+                    "scale",
+                ):  # about gradients, which are here only
+                    self._drive(copy.settle())
+                    outcome = machine.run(self._prepared(what, is_lost))
+                else:
+                    outcome = self._drive(copy.replicate(call, lambda what: self._prepared(what, is_lost)))
+            except DeposedError:
+                return ELSEWHERE, None
+            except WorkerLostError as error:
+                return RAISED, error
+            except OutdatedCallError:
+                return RAISED, ElasticError(
+                    f"call {call.number} of '{self.name}' is not run: its caller has given it up, or was lost"
+                )
+            live, machine.live = machine.live, None
+        if outcome.error is not None:
+            if isinstance(outcome.error, RpcError):  # not to be taken for one of this call
+                return RAISED, outcome.error
+            raise outcome.error
+        if outcome.tracked and context is not None:
+            if is_lost or live is None:
+                return RAISED, _lost(self.name, f"{what.name} has been run, but the graph of its value")
+            return VALUE, live
+        return VALUE, outcome.value
+
+    def _prepared(self, what: Method, is_lost: bool) -> Method:
+        """Return what all copies run. Of a context, only the primary has the gradients."""
+        if what.target >= 0 and what.name in ("step", "norms", "scale"):
+            context_id = what.args[0]
+            if is_lost or not has_context(context_id):
+                raise _lost(self.name, f"{what.name} has not been run, since autograd context {context_id}")
+            if what.name == "step":
+                return Method(
+                    what.target, "step_with", (self.machine.gradients(what.target, context_id),), {}
+                )
+        elif is_lost and what.tracked:
+            raise _lost(self.name, f"{what.name} has not been run, since its autograd context")
+        return what
+
+    def _drive(self, steps: Steps) -> Any:
+        """Carry out the steps of a primary, with ``lock`` held."""
+        answers: Mapping[int, Answer] | None = None
+        pause = _FIRST_PAUSE
+        with contextlib.closing(steps):
+            while True:
+                try:
+                    messages = steps.send(answers)  # type: ignore[arg-type]  # None at first
+                except StopIteration as end:
+                    return end.value
+                self._watch()
+                answers = self._exchange(messages)
+                if all(each is None for each in answers.values()):
+                    self.hosts.closed.wait(pause)
+                    pause = min(2 * pause, LOG_SECONDS)
+                self.hosts.check()
+                self.hosts.learn(messages)
+
+    def _exchange(self, messages: Mapping[int, Message]) -> dict[int, Answer]:
+        hosts = self.hosts
+        self._serial += 1
+        answers: dict[int, Answer] = dict.fromkeys(messages)
+        calls = {}
+        for to, message in messages.items():
+            peer = hosts.losses.peer(to)
+            if peer is None or peer.lost is not None:
+                continue
+            args = (self.name, self.identity, hosts.me, self._serial, to, _detached(message))
+            try:  # outside of the caller's autograd context
+                calls[to] = Context().run(hosts.agent.call_async, peer.member.info, deliver, args, {}, 0.0)
+            except SerializationError as error:
+                answers[to] = Unsendable(error)
+            except RpcError as error:
+                logger.debug("copy %x of '%s' cannot be sent to: %s", to, self.name, error)
+        for to, each in calls.items():
+            try:
+                answers[to] = each.wait()
+            except Exception as error:
+                if isinstance(error, RpcError) and hosts.is_lost(to):
+                    continue
+                level = logging.DEBUG if isinstance(error, GivenUpError) else logging.WARNING
+                logger.log(level, "copy %x of '%s' has not answered: %s", to, self.name, error)
+        return answers
+
+    # ---- the host's own thread
+
+    def _run(self) -> None:
+        hosts = self.hosts
+        while hosts.by_name.get(self.name) is self and not hosts.closed.is_set():
+            busy = False
+            try:
+                hosts.check()
+                busy = self._look()
+            except DeposedError:
+                logger.info("another copy of '%s' has taken over from worker '%s'", self.name, self._own_name)
+            except PutOut as error:
+                logger.warning("%s", error)
+                return
+            except RpcError as error:
+                busy = True
+                logger.debug("the copies of '%s' could not be looked after: %s", self.name, error)
+            self.woken.wait(_ASK_SECONDS if busy else None)
+            self.woken.clear()
+
+    @property
+    def _own_name(self) -> str:
+        name: str = self.hosts.agent.info.name
+        return name
+
+    def _look(self) -> bool:
+        """Take over, go on without lost copies, or add one; true if this has to be tried again soon."""
+        hosts, copy = self.hosts, self.copy
+        view = copy.view
+        if view is None or copy.deposed:
+            return False
+        if not copy.is_primary:
+            before = view.members[: view.members.index(hosts.me)]
+            if not all(map(hosts.is_lost, before)):
+                return False
+            hosts.learn(before)
+            with self.lock:
+                if not copy.may_take_over():
+                    return True
+                copy.take_over()
+                self._drive(copy.settle())
+            logger.warning(
+                "worker '%s' has taken over '%s' from a worker that is lost",
+                self._own_name,
+                self.name,
+            )
+        elif any(map(hosts.is_lost, view.members)):
+            with self.lock:
+                self._drive(copy.settle())
+        if len(self._members()) >= copy.copies:
+            return False
+        found = hosts.survey(self.name, self.description)
+        self.offers |= {each for each, status in found.items() if status.role == CANDIDATE}
+        candidates = [each for each in self.offers if not hosts.is_lost(each) and each not in self._members()]
+        self.offers.clear()
+        if candidates:
+            self._add(max(candidates, key=self._is_elsewhere))
+        return len(self._members()) < copy.copies
+
+    def _members(self) -> tuple[int, ...]:
+        view = self.copy.view
+        return () if view is None else view.members
+
+    def _names(self) -> list[str]:
+        peers = [self.hosts.losses.peer(each) for each in self._members()]
+        return [each.name for each in peers if each is not None]
+
+    def _is_elsewhere(self, candidate: int) -> bool:
+        """Whether a worker is on another host than all copies."""
+        peers = self.hosts.losses.peer
+        taken = [peer.member.host for each in self._members() if (peer := peers(each)) is not None]
+        peer = peers(candidate)
+        return peer is not None and peer.member.host not in taken
+
+    def _add(self, candidate: int) -> None:
+        with self.lock:
+            if not self.copy.is_primary:
+                return
+            try:
+                self.machine.snapshot()
+            except Exception as error:
+                logger.warning("'%s' has no second copy, as it cannot be pickled: %s", self.name, error)
+                return
+            self.copy.add(candidate)
+            self._drive(self.copy.settle())
+
+
+def _detached(message: Message) -> Message:
+    if not isinstance(message, Apply):
+        return message
+    return replace(message, call=replace(message.call, what=message.call.what.detached()))
+
+
+def _lost(name: str, what: str) -> WorkerLostError:
+    """Return the error of a call whose gradients are lost: an answer, so that the call is not repeated."""
+    reason = f"the worker that had '{name}' is lost"
+    return WorkerLostError(
+        f"{what} was lost with the worker that had '{name}': leave the autograd context, and compute again "
+        "in a new one",
+        name,
+        reason,
+    )
+
+
+# ---- called remotely
+
+
+@allow_function
+def deliver(name: str, identity: int, sender: int, serial: int, to: int, message: Message) -> Answer:
+    """See ``Host.receive``; ``to`` is the incarnation that is addressed."""
+    host = part(name)
+    if not isinstance(host, Host) or host.hosts.me != to:
+        return Refusal.UNFIT, 0
+    return host.receive(identity, sender, serial, message)
+
+
+@allow_function
+def call(name: str, identity: int, sent: Call, begun: int) -> tuple[str, Any]:
+    """See ``Host.call``."""
+    host = part(name)
+    if not isinstance(host, Host) or host.identity != identity:
+        return ELSEWHERE, None
+    return host.call(sent, begun)

@@ -1,0 +1,475 @@
+"""How the copies of a replicated object stay equal: pure decisions, without I/O, clocks or threads.
+
+*Views.* The copies are in an ordered list, a *view*. The first one is the *primary*, the others are
+*backups*. The primary puts the calls in order, one after the other. It sends a call to all backups, which
+run it; when each has answered, it runs the call itself and answers the caller. So each copy has run all
+calls that any caller has an answer to, and at most one more.
+
+*A death.* A copy leaves the view only if it is *gone for certain*: it has ended or left, as a copy knows that
+was in contact with it until then, or it was removed from the group's log, as a copy reads that is still in
+the log (``spmd/elastic/agreement.py`` says why only one of two copies can find this). The primary goes on
+without a backup that is gone. If all copies before a backup are gone, it becomes the primary: it makes the
+remaining copies equal to its own before it takes a call. A call that the old primary had not answered was run
+by the new one, or by no copy that is left. The caller repeats the call with the same number, and the new
+primary runs it or has the remembered answer.
+
+*Never two primaries that answer.* A primary that is cut off gets no answers from a backup that has taken
+over, and cannot go on without it, since that backup is not gone; so it answers no caller.
+
+*Newcomers.* Between two calls, the primary adds a copy at the end of the view: the earlier backups get the
+view first, and then the newcomer gets it with the state. Until then no call is answered.
+
+*Answers* are remembered by each copy until the caller has acknowledged them, or is gone. All copies do so
+alike, since acknowledgements and ends of callers are parts of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final, Protocol, TypeAlias
+
+__all__ = [
+    "Answer",
+    "Apply",
+    "Call",
+    "Copy",
+    "DeposedError",
+    "Done",
+    "Install",
+    "Machine",
+    "Message",
+    "Outcome",
+    "OutdatedCallError",
+    "Position",
+    "Refusal",
+    "Release",
+    "State",
+    "Steps",
+    "Unsendable",
+    "View",
+]
+
+Position: TypeAlias = tuple[int, int]
+"""Number of calls that were run, and the primary that has ordered the last one."""
+
+_START: Final[Position] = (0, 0)
+
+
+class DeposedError(Exception):
+    """Another copy is the primary."""
+
+
+class OutdatedCallError(Exception):
+    """The caller has given the call up, or is gone as far as the copies know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a method.
+
+    Attributes:
+        session: incarnation of the caller.
+        number: of the call; each repetition has the same.
+        answered: all calls of the session with lower numbers are over.
+        what: the method and its arguments.
+        ended: callers that are gone.
+    """
+
+    session: int
+    number: int
+    answered: int
+    what: Any
+    ended: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call has returned or raised.
+
+    Attributes:
+        value: the value, which does not change any more.
+        error: the exception, or None.
+        tracked: whether the value has gradients, which only the copy that was called first can compute.
+    """
+
+    value: Any
+    error: Exception | None = None
+    tracked: bool = False
+
+    @property
+    def failed(self) -> str:
+        """The class of the exception, or nothing."""
+        return "" if self.error is None else type(self.error).__qualname__
+
+
+class Machine(Protocol):
+    """The object itself."""
+
+    def run(self, what: Any) -> Outcome:
+        """Run a method."""
+
+    def snapshot(self) -> Any:
+        """Return the whole state."""
+
+    def restore(self, state: Any) -> None:
+        """Take over a state that ``snapshot`` has returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An ordered list of copies, by their incarnations; the first is the primary.
+
+    Attributes:
+        number: counts the views.
+        members: the copies.
+        ready: whether there have been as many copies as wanted; before, calls are not accepted.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that a copy has: how far it is, the remembered answers, callers that have ended, and the object."""
+
+    position: Position
+    answers: dict[int, dict[int, Outcome]]
+    floors: dict[int, int]
+    ended: frozenset[int]
+    machine: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Run a call, as the one at this position."""
+
+    view: int
+    position: Position
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Take part in a view; with a state, take it over first."""
+
+    view: View
+    state: State | None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Keep no copy any more."""
+
+    view: int
+
+
+Message: TypeAlias = Apply | Install | Release
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer of a backup that has done what it was asked for.
+
+    Attributes:
+        position: how far it is.
+        failed: the class of the exception that the call has raised, or nothing.
+    """
+
+    position: Position
+    failed: str = ""
+
+
+class Refusal(Enum):
+    """Why a backup has not done what it was asked for."""
+
+    DEPOSED = "it follows another primary"
+    BEHIND = "it has a later view"
+    STATE = "it needs the state"
+    UNFIT = "it keeps no copy, and never will"
+
+
+@dataclass(frozen=True, slots=True)
+class Unsendable:
+    """A message that could not be sent to anyone."""
+
+    error: Exception
+
+
+Answer: TypeAlias = Done | tuple[Refusal, int] | Unsendable | None
+"""What has come of a message; with a refusal comes the number of the backup's view. None: no answer has come,
+so it is not known whether the message has arrived.
+"""
+
+Steps: TypeAlias = Generator[dict[int, Message], Mapping[int, Answer], Any]
+"""What a primary does: it yields messages by addressee, and is sent their answers."""
+
+
+class Copy:
+    """One copy of the object, and what it knows of the others. For one thread at a time.
+
+    Args:
+        me: incarnation of this worker.
+        machine: the object.
+        copies: the wanted number of copies.
+
+    Attributes:
+        view: the view, or None while this worker has no copy.
+        position: how far this copy is.
+        gone: workers that are gone for certain.
+        unfit: whether this worker cannot keep a copy.
+        deposed: whether another copy has taken over from this one.
+        failure: why the object's state could not be given to a backup, which was released; or None.
+    """
+
+    def __init__(self, me: int, machine: Machine, copies: int) -> None:
+        self.me, self.copies = me, copies
+        self._machine = machine
+        self.view: View | None = None
+        self.position = _START
+        self.gone: set[int] = set()
+        self.unfit = False
+        self.deposed = False
+        self.failure: Exception | None = None
+        self._answers: dict[int, dict[int, Outcome]] = {}
+        self._floors: dict[int, int] = {}
+        self._ended: frozenset[int] = frozenset()
+        self._failed = ""
+        self._last = (0, 0)
+        """The sender and the serial of the last message."""
+        # Of a primary:
+        self._pending: tuple[Position, Call] | None = None
+        """The call that backups may have run, and this copy has not."""
+        self._has: dict[int, tuple[int, Position]] = {}
+        """View and position of each backup, as it has answered last."""
+        self._outcomes: dict[int, str] = {}
+        self._need_state: set[int] = set()
+        self._new: set[int] = set()
+        self._out: set[int] = set()
+        """Copies that have promised to keep none any more."""
+
+    # ---- any copy
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this copy puts the calls in order."""
+        return self.view is not None and self.view.members[0] == self.me and not self.deposed
+
+    @property
+    def sessions(self) -> list[int]:
+        """The callers that this copy remembers."""
+        return list(self._floors)
+
+    def found(self) -> None:
+        """Be the first copy."""
+        self.view = View(1, (self.me,), self.copies <= 1)
+
+    def may_take_over(self) -> bool:
+        """Whether this copy is a backup, and all copies before it are gone."""
+        if self.view is None or self.is_primary or self.deposed:
+            return False
+        before = self.view.members[: self.view.members.index(self.me)]
+        return self.gone.issuperset(before)
+
+    def take_over(self) -> None:
+        """Become the primary. ``settle`` comes next."""
+        view = self._view()
+        members = view.members[view.members.index(self.me) :]
+        self.view = View(view.number + 1, members, view.ready)
+
+    def receive(self, sender: int, serial: int, message: Message) -> Done | tuple[Refusal, int]:
+        """Do what a primary asks for; ``serial`` counts its messages: none has effect after a later one.
+
+        Raises:
+            Exception: the state could not be taken over. This worker keeps no copy from now on.
+        """
+        view = self.view
+        number = 0 if view is None else view.number
+        if self.unfit:
+            return Refusal.UNFIT, number
+        if sender in self.gone or (view is not None and sender not in view.members):
+            return Refusal.DEPOSED, number
+        if self._last[0] == sender and self._last[1] >= serial:
+            return Refusal.BEHIND, number
+        self._last = sender, serial
+        if isinstance(message, Release):
+            return self._give_up()
+        if isinstance(message, Install):
+            return self._install(message)
+        if view is None:
+            return Refusal.STATE, number
+        if (message.view, sender) != (number, view.members[0]):
+            return Refusal.BEHIND, number
+        if message.position != self.position:
+            if message.position[0] != self.position[0] + 1:
+                return Refusal.STATE, number
+            self._run(message.position, message.call)
+        return Done(self.position, self._failed)
+
+    def _install(self, message: Install) -> Done | tuple[Refusal, int]:
+        view, new, state = self.view, message.view, message.state
+        number = 0 if view is None else view.number
+        if view is not None and view != new and new.number <= number:
+            return Refusal.BEHIND, number
+        if state is not None:
+            try:
+                self._machine.restore(state.machine)
+            except Exception:
+                self._give_up()
+                raise
+            self._answers = {session: dict(answers) for session, answers in state.answers.items()}
+            self._floors, self._ended = dict(state.floors), state.ended
+            self.position = state.position
+        elif view is None:
+            return Refusal.STATE, number
+        self.view = new
+        return Done(self.position)
+
+    def _give_up(self) -> tuple[Refusal, int]:
+        self.unfit, self.view = True, None
+        return Refusal.UNFIT, 0
+
+    def _run(self, position: Position, call: Call) -> Outcome:
+        for session in call.ended:
+            self._answers.pop(session, None)
+            self._floors.pop(session, None)
+        self._ended |= set(call.ended)
+        floor = max(self._floors.get(call.session, 0), call.answered)
+        answers = self._answers.get(call.session, {})
+        self._floors[call.session] = floor
+        self._answers[call.session] = {number: each for number, each in answers.items() if number >= floor}
+        outcome = self._machine.run(call.what)
+        self._answers[call.session][call.number] = outcome
+        self.position, self._failed = position, outcome.failed
+        return outcome
+
+    def _view(self) -> View:
+        if self.view is None:
+            raise DeposedError
+        return self.view
+
+    # ---- the primary
+
+    def known(self, call: Call) -> Outcome | None:
+        """Return the remembered outcome of a call, or None.
+
+        Raises:
+            OutdatedCallError: the call must not be run any more.
+        """
+        if call.session in self._ended or call.number < self._floors.get(call.session, 0):
+            raise OutdatedCallError
+        return self._answers.get(call.session, {}).get(call.number)
+
+    def replicate(self, call: Call, prepare: Callable[[Any], Any]) -> Steps:
+        """Have a call run on all copies, unless it was, and return its outcome.
+
+        Args:
+            call: the call.
+            prepare: returns what is to be run, given ``call.what``; it may raise, and then nothing is run.
+        """
+        yield from self.settle()
+        found = self.known(call)
+        if found is None:
+            call = replace(call, what=prepare(call.what))
+            self._pending = (self.position[0] + 1, self.me), call
+            yield from self.settle()
+            found = self.known(call)
+        return found
+
+    def add(self, member: int) -> None:
+        """Add a copy. ``settle`` comes next."""
+        view = self._view()
+        members = (*view.members, member)
+        self.view = View(view.number + 1, members, view.ready or len(members) >= self.copies)
+        self._new.add(member)
+        self._need_state.add(member)
+
+    def settle(self) -> Steps:
+        """Make all copies equal: those of the view, and this one."""
+        while True:
+            if not self.is_primary:
+                raise DeposedError
+            self._drop()
+            messages = self._lacking()
+            if messages:
+                answers = yield messages
+                for member, answer in answers.items():
+                    self._take(member, messages[member], answer)
+            elif self._pending is None:
+                return
+            else:
+                position, call = self._pending
+                self._pending = None
+                failed = self._run(position, call).failed
+                unlike = {each for each in self._backups() if self._outcomes.get(each) != failed}
+                self._need_state |= unlike  # methods that are not the same function everywhere
+
+    def _backups(self) -> tuple[int, ...]:
+        return self._view().members[1:]
+
+    def _drop(self) -> None:
+        view = self._view()
+        stay = tuple(each for each in view.members if each not in self.gone and each not in self._out)
+        if stay != view.members:
+            self.view = View(view.number + 1, stay, view.ready)
+
+    def _lacking(self) -> dict[int, Message]:
+        """Return what the backups lack; new ones get it last."""
+        found = {each: message for each in self._backups() if (message := self._lacks(each)) is not None}
+        old = {each: message for each, message in found.items() if each not in self._new}
+        return old or found
+
+    def _lacks(self, member: int) -> Message | None:
+        view = self._view()
+        number, position = self._has.get(member, (0, _START))
+        if member not in self._need_state:
+            if number != view.number:
+                return Install(view, None)
+            if self._pending is None and position == self.position:
+                return None
+            if self._pending is not None and position == self._pending[0]:
+                return None
+            if self._pending is not None and position == self.position:
+                return Apply(view.number, *self._pending)
+            self._need_state.add(member)  # it has run what this copy has not, or the other way round
+        try:
+            return Install(view, self._state())
+        except Exception as error:  # the object cannot be copied any more
+            self.failure = error
+            return Release(view.number)
+
+    def _state(self) -> State:
+        answers = {session: dict(each) for session, each in self._answers.items()}
+        return State(self.position, answers, dict(self._floors), self._ended, self._machine.snapshot())
+
+    def _take(self, member: int, message: Message, answer: Answer) -> None:
+        view = self._view()
+        if isinstance(answer, Done):
+            if isinstance(message, Apply):
+                self._has[member] = message.view, answer.position
+                self._outcomes[member] = answer.failed
+            elif isinstance(message, Install):
+                self._has[member] = message.view.number, answer.position
+                if message.state is not None:
+                    self._need_state.discard(member)
+                    self._new.discard(member)
+        elif isinstance(answer, Unsendable):
+            if self._pending is not None:
+                self._pending = None
+                self._need_state |= set(self._backups()) - self._new  # some may have got it
+            raise answer.error
+        elif answer is not None:
+            refusal, number = answer
+            if refusal is Refusal.DEPOSED:
+                self.deposed = True
+                raise DeposedError
+            if refusal is Refusal.BEHIND:
+                self.view = replace(view, number=max(number, view.number) + 1)
+            elif refusal is Refusal.STATE:
+                self._need_state.add(member)
+                self._new.add(member)  # perhaps the old primary has added it: see "Newcomers"
+            else:
+                self._out.add(member)

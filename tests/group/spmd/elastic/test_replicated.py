@@ -1,0 +1,321 @@
+"""Replicated objects in real processes: their workers are killed while others call."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import dist_autograd
+import rpc
+from dist_optim import DistributedOptimizer
+from rpc.errors import WorkerLostError
+from spmd.elastic.errors import ElasticError, StateLostError
+from spmd.elastic.replicated.handle import Replicated
+from tests.support.serving import in_standing_group
+from tests.support.workers import RunWorkers, Worker
+
+
+def init(worker: Worker) -> None:
+    options = rpc.AgentOptions(init_method=worker.init_method, dynamic=True)
+    rpc.init_rpc(worker.name, rpc_backend_options=options)
+
+
+class Server:
+    """Sums what it is sent, and draws random numbers from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(3, dtype=torch.float64)
+        self.updates = 0
+        self.random = torch.Generator().manual_seed(3)
+        self.arguments: list[torch.Tensor] = []
+
+    def push(self, gradient: torch.Tensor) -> int:
+        self.total += gradient + torch.rand(3, generator=self.random, dtype=torch.float64)
+        self.updates += 1
+        return self.updates
+
+    def fail(self) -> None:
+        self.updates += 1
+        raise ValueError(f"update {self.updates} fails")
+
+    def keep_argument(self, gradient: torch.Tensor) -> None:
+        self.arguments.append(gradient)
+
+    def kept_arguments(self) -> list[int]:
+        return [int(each[0]) for each in self.arguments]
+
+    def look(self) -> tuple[torch.Tensor, int, str]:
+        return self.total, self.updates, rpc.get_worker_info().name
+
+    def keep(self) -> Any:
+        self.updates += 1
+        return threading.Lock()
+
+
+def expected(updates: int, each: float) -> torch.Tensor:
+    random = torch.Generator().manual_seed(3)
+    total = torch.zeros(3, dtype=torch.float64)
+    for _ in range(updates):
+        total += each + torch.rand(3, generator=random, dtype=torch.float64)
+    return total
+
+
+def serve(worker: Worker, name: str = "server") -> None:
+    """Keep a copy until the test ends."""
+    init(worker)
+    Replicated(Server, name=name)
+    worker.report("serves")
+    worker.wait_for("end")
+
+
+def test_no_update_is_lost_or_doubled_when_servers_are_killed(run_workers: RunWorkers) -> None:
+    def train(worker: Worker) -> Any:
+        init(worker)
+        server = Replicated.find("server")
+        for number in range(60):
+            server.rpc_sync().push(torch.ones(3, dtype=torch.float64))
+            if number == 20:
+                worker.report("a third is done")
+        worker.report("pushed")
+        worker.wait_for("look")
+        return server.rpc_sync().look()
+
+    workers = run_workers.start([serve, serve, serve, train, train], 5, time_limit=60)
+    workers[3].wait_for("a third is done")
+    workers[0].kill()
+    for each in workers[3:]:
+        each.wait_for("pushed")
+    workers[1].kill()
+    for each in workers[3:]:
+        each.tell("look")
+    for each in workers[3:]:
+        total, updates, name = each.result()
+        assert (updates, name) == (120, "worker2")
+        assert torch.equal(total, expected(120, 1.0))
+    workers[2].tell("end")
+
+
+def test_further_worker_gets_a_copy_with_the_whole_state_and_takes_over(run_workers: RunWorkers) -> None:
+    def call(worker: Worker) -> Any:
+        init(worker)
+        server = Replicated.find("server")
+        one = torch.ones(3, dtype=torch.float64)
+        answers = [future.wait() for future in [server.rpc_async().push(one) for _ in range(20)]]
+        worker.report("pushed")
+        worker.wait_for("go on")
+        answers += [server.rpc_sync().push(one) for _ in range(5)]
+        worker.report("pushed again")
+        worker.wait_for("look")
+        return sorted(answers), server.rpc_sync().look()
+
+    workers = run_workers.start([serve, serve, call], 3, time_limit=60)
+    workers[2].wait_for("pushed")
+    workers[0].kill()
+    newcomer = workers.add(serve, name="worker0", rank=0)
+    newcomer.wait_for("serves")
+    workers[2].tell("go on")
+    workers[2].wait_for("pushed again")
+    workers[1].kill()
+    workers[2].tell("look")
+    answers, (total, updates, name) = workers[2].result()
+    assert (answers, updates, name) == (list(range(1, 26)), 25, "worker0")
+    assert torch.equal(total, expected(25, 1.0))
+    newcomer.tell("end")
+
+
+def test_worker_with_a_copy_calls_it_too_and_may_change_its_arguments_afterwards(
+    run_workers: RunWorkers,
+) -> None:
+    def both(worker: Worker) -> Any:
+        init(worker)
+        server = Replicated(Server)
+        gradient = torch.ones(3, dtype=torch.float64)
+        for _ in range(5):
+            server.rpc_sync().keep_argument(gradient)
+            gradient += 1
+        if worker.rank == 1:
+            worker.report("pushed")
+            worker.wait_for("end")
+        elif worker.rank == 0:
+            worker.report("pushed")
+            worker.wait_for("never")
+        return server.rpc_sync().kept_arguments(), server.workers()
+
+    workers = run_workers.start(both, 2, time_limit=60)
+    workers.wait_for("pushed")
+    workers[0].kill()
+    workers[1].tell("end")
+    kept, names = workers[1].result()
+    assert (sorted(kept), names) == ([1, 1, 2, 2, 3, 3, 4, 4, 5, 5], ["worker1"])
+
+
+def test_errors_reach_the_caller_and_leave_all_copies_equal(run_workers: RunWorkers) -> None:
+    def call(worker: Worker) -> Any:
+        init(worker)
+        server = Replicated.find("server").rpc_sync()
+        found: list[str] = []
+        for wrong in (
+            server.fail,
+            server.keep,  # a value that cannot be copied
+            lambda: server.push(threading.Lock()),  # an argument that cannot be sent
+            lambda: server.push(torch.ones(4, dtype=torch.float64)),
+            server.missing,
+            lambda: Replicated(nn.Identity, name="server"),
+            lambda: Replicated.find("nothing", timeout=0.3),
+            lambda: Replicated(Server, copies=9, name="others", timeout=0.3),
+        ):
+            try:
+                wrong()
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+        worker.report("called", found)
+        worker.wait_for("look")
+        return server.look()
+
+    workers = run_workers.start([serve, serve, call], 3, time_limit=60)
+    found = workers[2].wait_for("called")
+    kinds = [each.partition(":")[0] for each in found]
+    assert kinds == [
+        "ValueError",
+        "TypeError",
+        "SerializationError",
+        "RuntimeError",
+        "AttributeError",
+        "NameTakenError",
+        "RpcTimeoutError",
+        "ElasticError",
+    ], found
+    assert found[0] == "ValueError: update 1 fails"
+    assert "only 1 of the 3 workers" in found[-1]
+    workers[0].kill()
+    workers[2].tell("look")
+    _, updates, name = workers[2].result()
+    assert (updates, name) == (2, "worker1")  # as at the copy that is lost
+    workers[1].tell("end")
+
+
+class Unfit:
+    """An object that one worker cannot take over, and whose maker fails where told."""
+
+    def __init__(self) -> None:
+        if rpc.get_worker_info().name == "worker0":
+            raise OSError("no data here")
+
+    def __setstate__(self, state: Any) -> None:
+        if rpc.get_worker_info().name == "worker2":
+            raise OSError("no room here")
+
+    def where(self) -> str:
+        return rpc.get_worker_info().name
+
+
+def test_worker_that_cannot_make_or_keep_a_copy_gets_the_error_and_others_do_without(
+    run_workers: RunWorkers,
+) -> None:
+    def keep(worker: Worker) -> Any:
+        init(worker)
+        try:
+            handle = Replicated(Unfit, name="unfit", timeout=40)
+        except (OSError, ElasticError) as error:
+            worker.report("done")
+            worker.wait_for("end")
+            return type(error).__name__, "no data here" in str(error), "no room here" in str(error)
+        where = handle.rpc_sync().where()
+        worker.report("done")
+        worker.wait_for("end")
+        return where
+
+    workers = run_workers.start(keep, 4, time_limit=60)
+    workers.wait_for("done")
+    workers.tell("end")
+    results = workers.results()
+    assert results[0] == ("OSError", True, False)
+    assert results[2] == ("ElasticError", False, True) or results[2] == "worker1"  # if it was not needed
+    assert results[1] == results[3] == "worker1"
+
+
+def test_object_whose_copies_are_all_gone_is_lost_for_its_callers(run_workers: RunWorkers) -> None:
+    def call(worker: Worker) -> str:
+        init(worker)
+        server = Replicated.find("server")
+        server.rpc_sync().push(torch.ones(3, dtype=torch.float64))
+        worker.report("called")
+        worker.wait_for("look")
+        try:
+            server.rpc_sync().look()
+        except StateLostError as error:
+            return str(error)
+        return "answered"
+
+    workers = run_workers.start([serve, serve, call], 3, time_limit=60)
+    workers[2].wait_for("called")
+    for each in workers[:2]:
+        each.tell("end")
+        each.result()
+    workers[2].tell("look")
+    assert "are gone: its state is lost" in workers[2].result()
+
+
+@in_standing_group()
+def test_static_group_has_no_replicated_objects() -> None:
+    with pytest.raises(ElasticError, match="needs a dynamic group"):
+        Replicated(Server)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return x, x.sum(1, keepdim=True)
+
+
+def test_distributed_optimizer_steps_all_copies_exactly_once(run_workers: RunWorkers) -> None:
+    def keep(worker: Worker) -> None:
+        init(worker)
+        Replicated(model, name="model")
+        worker.wait_for("end")
+
+    def train(worker: Worker) -> Any:
+        init(worker)
+        handle = Replicated.find("model")
+        optimizer = DistributedOptimizer(optim.Adam, handle.remote_parameters(), lr=0.01)
+        repeated = 0
+        for step in range(24):
+            x, y = batch(step)
+            while True:
+                try:
+                    with dist_autograd.context() as context_id:
+                        loss = (handle.rpc_sync().forward(x) - y).square().mean()
+                        if step == 8 and not repeated:  # between the forward and the backward pass
+                            worker.report("forward")
+                            worker.wait_for("killed")
+                        dist_autograd.backward(context_id, [loss])
+                        optimizer.step(context_id)
+                    break
+                except WorkerLostError:
+                    repeated += 1
+        return handle.rpc_sync().state_dict(), repeated
+
+    workers = run_workers.start([keep, keep, train], 3, time_limit=60)
+    workers[2].wait_for("forward")
+    workers[0].kill()
+    workers[2].tell("killed")
+    state, repeated = workers[2].result()
+    alone = model()
+    adam = optim.Adam(alone.parameters(), lr=0.01)
+    for step in range(24):
+        x, y = batch(step)
+        adam.zero_grad()
+        (alone(x) - y).square().mean().backward()
+        adam.step()
+    assert repeated == 1
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+    workers[1].tell("end")
