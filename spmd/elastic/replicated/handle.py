@@ -98,7 +98,7 @@ class Replicated:
     ) -> None:
         if not callable(make):
             raise TypeError(f"make is called to make the object; got {make!r:.100}")
-        if not isinstance(copies, int) or copies < 1:
+        if type(copies) is not int or copies < 1:
             raise ValueError(f"copies is the number of copies, 1 or more; got {copies!r:.100}")
         function = make.func if isinstance(make, functools.partial) else make
         made = getattr(function, "__qualname__", type(function).__qualname__)
