@@ -1,4 +1,6 @@
-"""Interpreters that tests of groups start are forked, unless a test is marked ``fresh_interpreter``."""
+"""Interpreters that tests of groups start are forked, unless a test is marked ``fresh_interpreter`` or is in
+``examples``, whose programs run as a user runs them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Has ``sys.executable`` forked while a test and its fixtures run."""
     server = item.config.stash[workers.fork_server_key]
     fork = functools.partial(server.fork_program, modules=workers.PRELOADED)
-    interpreters.start_by(None if item.get_closest_marker("fresh_interpreter") else fork)
+    is_fresh = item.get_closest_marker("fresh_interpreter") or "examples" in item.path.parts
+    interpreters.start_by(None if is_fresh else fork)
     try:
         return (yield)
     finally:
