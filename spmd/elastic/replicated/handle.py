@@ -27,6 +27,7 @@ from rpc.errors import (
 )
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, Condition, Event, check_may_block, wait_for_event, wait_while
+from rpc.runtime.torch_internals import pytree
 from rref.names import check_object_name
 from rref.proxy import RRefProxy
 from spmd.elastic.errors import PutOut, StateLostError
@@ -361,7 +362,7 @@ def _complete(result: Future[Any], run: Callable[[], Any]) -> None:
 
 
 def _requires_grad(value: Any) -> bool:
-    leaves = torch.utils._pytree.tree_leaves(value)
+    leaves = pytree.tree_leaves(value)
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in leaves)
 
 

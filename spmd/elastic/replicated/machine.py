@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dist_autograd.contexts import current
 from dist_optim.local_optimizer import LocalOptimizer, OptimizerFactory, make_local_optimizer
 from rpc.runtime.interrupts import is_interruption
+from rpc.runtime.torch_internals import pytree
 from rref import RRef
 from spmd.elastic.replicated.order import Outcome
 
