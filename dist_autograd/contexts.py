@@ -38,7 +38,6 @@ from rpc.agent.messages import Messages
 from rpc.agent.received_requests import ReceivedRequests
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer, PeerTable
-from rpc.runtime.blocking import this_thread
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.mailbox import Mailbox
@@ -221,6 +220,7 @@ class Contexts:
         messages.control.on(_TOPIC, self._told)
         hooks.gone.append(self._gone)
         hooks.release.append(self._give_notice)
+        hooks.close.append(self._give_notice)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -315,9 +315,7 @@ class Contexts:
             self._left[maker] = oldest
         older = [each for each in list(self._known.values()) if each.creator == maker and each.id < oldest]
         ended = [context for context in older if self._end(context, creator)]
-        if this_thread.must_not_block is None:
-            _let_go(ended)
-        elif ended:  # a loop's thread, which must not run destructors of user code
+        if ended:  # not on this thread: destructors of user code may take long, or call the creator
             self._executor.submit((_let_go, ended))
 
     def check(self, context_id: int, loss: Loss | None = None) -> None:
@@ -396,7 +394,8 @@ class Contexts:
             self._mailbox.later(_NOTICE_SECONDS, self._give_notice)
 
     def _give_notice(self) -> None:
-        self._notice_due = False
+        with self._lock:
+            self._notice_due = False
         self._say_all_over(None)
 
     def _say_all_over(self, _: object) -> None:
@@ -448,7 +447,8 @@ class Contexts:
         for context in list(self._known.values()):
             context.told.discard(peer)
             self._look_after(context)
-        self._left.pop(peer.incarnation, None)
+        with self._lock:
+            self._left.pop(peer.incarnation, None)
 
     def _look_after(self, context: Context) -> None:
         """Make sure that this worker learns of a context's end, even if the worker that it came

@@ -126,6 +126,8 @@ class Propagation:
         if join and age is not None and source.incarnation == creator:
             self._contexts.over_before(context_id - age, source)
         context = self._contexts.find(context_id)
+        if context is not None and context.creator != creator:
+            raise ProtocolError(f"a message says that autograd context {context_id} has another creator")
         if context is None:
             if join:
                 context = self._contexts.join(context_id, creator, source)

@@ -64,16 +64,22 @@ class DelayedAnswers:
             creation: see ``Value``.
             wait: maximum time in seconds to wait while the send queue for that peer is full.
         """
-        kind, number = Kind.REPLY, call_id
+        kind, number, both = Kind.REPLY, call_id, False
         if creation is not None and creation[0] is peer:
             with contextlib.suppress(KeyError, ValueError):  # its answer was sent before
                 self._delayed[peer].remove(creation[1])
+                both = True
+        try:
+            if both and creation is not None:
                 name_answered(payload, creation[1], call_id)
                 kind, number = FETCHED, 0
-        try:
             peer.send_small(encode_small(kind, number, {}, payload.buffers, payload.codec), wait)
         except WorkerLostError as error:
             logger.debug("dropped the answer to a fetch: %s", error)
+        except BaseException:
+            if both and creation is not None:  # an interruption, or no memory: the creation is answered alone
+                self.add(*creation)
+            raise
 
     def _peer_gone(self, peer: Peer, reason: str) -> None:
         self._delayed.pop(peer, None)

@@ -201,14 +201,14 @@ class WorkerProcesses:
         waits until it is about to join.
         """
         old = self._workers[rank]
+        self._count += 1
         with _uninterrupted():
+            self._workers[rank] = self._start(len(self._names) + self._count, name)
             old.process.kill()
             old.process.join()
             kill(marked([old.mark]))
             old.pipe.close()
             os.close(old.end)
-        self._count += 1
-        self._workers[rank] = self._start(len(self._names) + self._count, name)
         self.started()
 
     def process_ids(self) -> dict[str, int | None]:

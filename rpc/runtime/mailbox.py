@@ -60,7 +60,8 @@ class Mailbox:
 
     def later(self, seconds: float, function: Callable[[], object]) -> None:
         """Call a function after some time; does nothing once the loop has ended."""
-        self.call(self._loop.call_later, seconds, function)
+        if not self._closed:
+            self.call(self._loop.call_later, seconds, function)
 
     def when_emptied(self, callback: Callable[[], object]) -> None:
         """Have ``callback`` called on the loop's thread each time that the mailbox has become empty."""

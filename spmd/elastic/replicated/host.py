@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from dist_autograd.api import has_context
 from dist_autograd.contexts import current
-from rpc.errors import GivenUpError, RpcError, SerializationError, WorkerLostError
+from rpc.errors import GivenUpError, NameTakenError, RpcError, SerializationError, WorkerLostError
 from rpc.runtime.blocking import Event, wait_for_event
 from rpc.serialization.settings import allow_function
 from spmd.elastic.errors import ElasticError, PutOut
@@ -100,7 +100,11 @@ class Host:
         hosts, copy = self.hosts, self.copy
         while True:
             hosts.check()
-            found = hosts.survey(self.name, self.description, offer=True)
+            try:
+                found = hosts.survey(self.name, self.description, offer=True)
+            except NameTakenError:
+                del hosts.by_name[self.name]
+                raise
             ready = [each for each in found.values() if each.ready]
             if self.error is not None:
                 raise ElasticError(

@@ -150,7 +150,12 @@ class Hosts:
     # ---- other workers
 
     def survey(self, name: str, description: str | None, *, offer: bool = False) -> dict[int, Status]:
-        """Ask all workers for their part in an object; return what they answer, by incarnation."""
+        """Ask all workers for their part in an object; return what they answer, by incarnation.
+
+        Raises:
+            NameTakenError: another worker has another object of this name, and nobody has this one yet.
+        """
+        taken: NameTakenError | None = None
         calls = {}
         args = (name, description, self.me if offer else 0)
         for member in self.agent.group.peers.view.present():
@@ -163,10 +168,15 @@ class Hosts:
         for incarnation, call in calls.items():
             try:
                 found[incarnation] = Status(*call.wait())
-            except NameTakenError:
-                raise
+            except NameTakenError as error:
+                taken = error
             except RpcError as error:
                 logger.debug("a worker does not say whether it has '%s': %s", name, error)
+        there = [MEMBER, FOUNDING]
+        if taken is not None and not any(
+            status.role in (there if each != self.me else [MEMBER]) for each, status in found.items()
+        ):
+            raise taken
         return found
 
     def is_complete(self, answered: Iterable[int]) -> bool:

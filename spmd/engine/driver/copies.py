@@ -34,6 +34,9 @@ __all__ = ["Copies", "CopyingPort", "Sent", "UnrecoverableError"]
 
 logger = logging.getLogger(__name__)
 
+_MAX_LOGGED = 256
+"""Maximum number of steps between two saves, as they are kept."""
+
 _NOTICE_SECONDS = 5.0
 """Time in seconds in which a loss becomes known here, once a call to the worker has failed."""
 
@@ -43,10 +46,12 @@ class CopyingPort(Protocol):
 
     Attributes:
         name: its name in the RPC group.
+        peer: the connection to it, which knows whether it is lost.
         worker: reference to it, with the methods of ``ServedWorker``.
     """
 
     name: str
+    peer: Any
     worker: Any
 
 
@@ -111,7 +116,6 @@ class Copies:
         self._saved_to = 0
         self._empty: set[int] = set()  # places whose workers have not got what the lost ones had
         self._changed = threading.Condition()
-        self._reasons: dict[str, str] = {}
         self._watch = rpc.on_worker_lost(self._lost)
         self._connect(range(len(self.ports)))
 
@@ -122,8 +126,8 @@ class Copies:
     # ---- saves
 
     def is_due(self) -> bool:
-        """Whether a save is to be ordered."""
-        return self._programs >= self._every
+        """Whether a save is to be ordered: for the number of programs, or for that of all steps."""
+        return self._programs >= self._every or len(self.log) >= _MAX_LOGGED
 
     def may_send(self) -> bool:
         """Whether another program may be sent before the save under way is complete."""
@@ -140,7 +144,7 @@ class Copies:
             sharded: returns the ids from a number on of which workers have different parts.
             base: the next id.
         """
-        save = Save(self._count, sharded(self._saved_to), self._complete)
+        save = Save(self._count, sharded(self._saved_to))
         self._count, self._saved_to, self._programs = self._count + 1, base, 0
         return save
 
@@ -149,19 +153,22 @@ class Copies:
         self._pending = _Pending(save.number, len(self.log))
         self._ask()
 
-    def complete(self) -> RpcError | None:
+    def complete(self) -> Exception | None:
         """Wait until the save under way is complete; returns the error of a worker that has not got it."""
         pending = self._pending
         if pending is None:
             return None
         try:
             wait_futures(pending.futures)
-        except RpcError as error:
+        except Exception as error:
             if is_interruption(error):
                 raise
             return error
         self._complete, self._pending = pending.number, None
         del self.log[: pending.logged]
+        for port in self.ports:
+            with suppress(RpcError):  # it is lost: the next wait tells
+                port.worker.rpc_async(timeout=0).complete(pending.number)
         return None
 
     def is_pending(self) -> bool:
@@ -177,14 +184,13 @@ class Copies:
 
     def _lost(self, worker: WorkerInfo, reason: str) -> None:
         with self._changed:
-            self._reasons[worker.name] = reason
             self._changed.notify_all()
 
     def gone(self, *, wait: bool) -> list[int]:
         """Return the places of lost workers; with ``wait``, wait for the notice of a loss."""
 
         def places() -> list[int]:
-            return [place for place, port in enumerate(self.ports) if port.name in self._reasons]
+            return [place for place, port in enumerate(self.ports) if port.peer.lost is not None]
 
         with self._changed:
             if wait:
@@ -211,6 +217,8 @@ class Copies:
             RpcError: another worker was lost meanwhile.
         """
         size, number = len(self.ports), self._complete
+        if number < 0:
+            raise UnrecoverableError("nothing was copied yet")
         self._empty.update(places)
         names = ", ".join(f"'{self.ports[place].name}'" for place in places)
         if any((place + 1) % size in self._empty for place in self._empty):
@@ -218,7 +226,7 @@ class Copies:
         logger.warning(
             "SPMD mode: lost %s (%s); %d programs are repeated with another worker in its place",
             names,
-            ", ".join({str(self._reasons.get(self.ports[place].name)) for place in places}),
+            ", ".join({str(self.ports[place].peer.lost) for place in places}),
             sum(sent.known is not None for sent, _ in self.log),
         )
         self.ports = tuple(self._replace(places, generation, first))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpc.errors import WorkerLostError
+from rpc.errors import GivenUpError, WorkerLostError
 from spmd.collectives.errors import CollectiveError
 from spmd.engine.driver.recorder import Entry
 from spmd.engine.driver.source_positions import Position, described
@@ -14,7 +15,7 @@ from spmd.engine.program.program import Meta, Program, Ref, Scalar
 from spmd.engine.program.repetition import Repetition
 from spmd.engine.program.step_messages import Answer
 
-__all__ = ["Known", "UnderWay", "explained", "has_ended", "unanswered", "was_cut_off"]
+__all__ = ["Known", "UnderWay", "explained", "has_ended", "unanswered", "were_cut_off"]
 
 
 @dataclass(eq=False)
@@ -62,9 +63,11 @@ class UnderWay:
         return f"step {self.number}, {len(self.positions)} operations {where}"
 
 
-def was_cut_off(answer: Answer | None) -> bool:
-    """Whether a worker has ended a program early since a collective was ended, as at the loss of another."""
-    return answer is not None and any(isinstance(each.cause, CollectiveError) for each in answer.failures)
+def were_cut_off(answers: Iterable[Answer | None]) -> bool:
+    """Whether workers have ended a program early, and all that did since others were missing."""
+    ends = [each for answer in answers if answer is not None for each in answer.failures if each.ends]
+    kinds = (CollectiveError, GivenUpError, WorkerLostError)
+    return bool(ends) and all(isinstance(each.cause, kinds) for each in ends)
 
 
 def has_ended(answer: Answer) -> bool:

@@ -30,10 +30,10 @@ from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.engine.driver.poison import poisoned
 from spmd.engine.driver.recorder import ENTRIES_PER_PROGRAM, Recorder, Recording, lost, nowhere
 from spmd.engine.driver.report import costliest
-from spmd.engine.driver.sent_steps import Known, UnderWay, explained, has_ended, unanswered, was_cut_off
+from spmd.engine.driver.sent_steps import Known, UnderWay, explained, has_ended, unanswered, were_cut_off
 from spmd.engine.errors import OperationError, SpmdError
 from spmd.engine.program.metas import Spec
-from spmd.engine.program.program import REPLICATED
+from spmd.engine.program.program import REPLICATED, TO_LOCAL
 from spmd.engine.program.repetition import Repetition
 from spmd.engine.program.step_messages import Answer, EngineStep, Save
 from spmd.workers.worker_set import Port, WorkerSet, cause_of
@@ -53,6 +53,11 @@ _MAX_LISTED: Final = 50
 
 _AHEAD: Final = 16
 """Maximum number of steps that workers may be behind the driver."""
+
+_NOT_REPEATED: Final = (
+    "programs that had succeeded failed when they were repeated after the loss of a worker: end SPMD mode "
+    "with spmd.shutdown(), begin it again, and go on from a checkpoint"
+)
 
 _INTERRUPTED: Final = (
     "the replacement of a lost worker was interrupted: end SPMD mode with spmd.shutdown(), and begin it again"
@@ -135,6 +140,7 @@ class Session:
         self._generation = 0
         self._regrouping: list[Any] = []
         self._epoch = 0
+        self._manual = False  # whether values that pass for replicated may be other ones on each worker
         self.copies: Copies | None = None
         self.counts: Counter[str] = Counter()
         self.planner: Callable[[Recording], Callable[[], None] | None] | None = None
@@ -166,7 +172,11 @@ class Session:
         if self._broken is not None:
             raise self._broken
         if self.copies is not None:
-            self._save_if_due(self.copies)
+            try:
+                self._save_if_due(self.copies)
+            except BaseException:
+                self.recorder.recording = recording  # nothing of it was sent
+                raise
         then = None if self.planner is None else self._plan(self.planner, recording)
         specs = tuple([value.spec for value in recording.inputs])
         uploads = [(place, value) for place, value in enumerate(recording.inputs) if value.remote is None]
@@ -192,6 +202,7 @@ class Session:
         if known is None:
             program, kept = build(specs, kept_inputs, recording.operations, outputs, recording.default_dtype)
             known = self._programs[key] = Known(self._program_count, program, kept)
+            self._manual = self._manual or any(each.operator == TO_LOCAL for each in program.instructions)
             self._program_count += 1
         first = base + len(parts)
         self._ids = first + len(alive)
@@ -331,12 +342,12 @@ class Session:
                 raise self._broken
 
     def _sharded_from(self, first: int) -> tuple[int, ...]:
-        """Ids from a number on of which each worker has another part."""
+        """Ids from a number on of which each worker may have another part."""
         found = []
         for number, reference in self._remotes.items():
             remote = reference() if number >= first else None
-            if remote is not None and not all(
-                isinstance(each, Replicate) for each in remote.spec.layout.placements
+            if remote is not None and (
+                self._manual or not all(isinstance(each, Replicate) for each in remote.spec.layout.placements)
             ):
                 found.append(number)
         return tuple(found)
@@ -355,10 +366,12 @@ class Session:
             return False
         attempts = 0
         try:
+            repeated: list[UnderWay] = []
             while places := copies.gone(wait=True):
                 copies.cut_off(places)
-                for step in self._under_way:
+                for step in (*repeated, *self._under_way):
                     self._set.wait(step.number, step.answers)
+                repeated = []
                 self._generation += 1
                 try:
                     copies.recover(places, self._generation, self._set.number)
@@ -367,17 +380,28 @@ class Session:
                     if is_interruption(error) or attempts == _ATTEMPTS:
                         raise
                     continue
-                self._send_again(copies, places)
-                return True
+                repeated = self._send_again(copies, places)
+                if all(self._was_repeated(step) for step in repeated):
+                    return True
+            if repeated:
+                raise SpmdError(_NOT_REPEATED)
         except UnrecoverableError as error:
             logger.warning("SPMD mode: the loss cannot be survived: %s", error)
         except BaseException as error:
-            self._broken = error if isinstance(error, RpcError) else SpmdError(_INTERRUPTED)
+            known = isinstance(error, RpcError | SpmdError)
+            self._broken = cast("Exception", error) if known else SpmdError(_INTERRUPTED)
             raise
         return False
 
-    def _send_again(self, copies: Copies, places: Sequence[int]) -> None:
-        """Send the steps since the newest save, after lost workers were replaced."""
+    def _was_repeated(self, step: UnderWay) -> bool:
+        answers, failed = self._set.wait(step.number, step.answers)
+        return not failed and not any(map(has_ended, answers))
+
+    def _send_again(self, copies: Copies, places: Sequence[int]) -> list[UnderWay]:
+        """Send the steps since the newest save, after lost workers were replaced; returns new records of
+        those that the session does not wait for.
+        """
+        repeated: list[UnderWay] = []
         self._epoch += 1
         for place in places:
             self._set.replace(place, cast("Port", copies.ports[place]))
@@ -386,10 +410,12 @@ class Session:
             if record in self._under_way:
                 self._transmit(sent, record)
             else:
-                self._transmit(replace(sent, wanted=()), UnderWay([]))
+                repeated.append(UnderWay([], sent.known))
+                self._transmit(replace(sent, wanted=()), repeated[-1])
         copies.sent_again()
         self.counts["losses"] += len(places)
         self.counts["repeated"] += sum([sent.known is not None for sent, _ in copies.log])
+        return repeated
 
     # ---- waiting for workers
 
@@ -416,6 +442,10 @@ class Session:
             raise self._broken
         if self._ending is not None:
             self._regroup()
+            if self.copies is not None:  # what has failed is not to be done again
+                self._complete_save(self.copies)
+                self._save(self.copies)
+                self._complete_save(self.copies)
             self._ending = None
         if self._error is not None:
             error, self._error = self._error, None
@@ -430,7 +460,7 @@ class Session:
         details = {"lines": step.described()} if spans.is_listened_to() else {}
         while True:
             answers, failed = self._set.wait(step.number, step.answers, **details)
-            if not (failed or any(map(was_cut_off, answers))) or not self._recover(failed):
+            if not (failed or were_cut_off(answers)) or not self._recover(failed):
                 break
         for worker, error in failed.items():
             self._broken = self._broken or unanswered(step.described(), error)
@@ -439,6 +469,7 @@ class Session:
         if lost or any(each.failures for each in answers):
             self._lose(step, lost, answers)
         self._under_way.popleft()
+        step.answers = []  # a copying session keeps the record
         return answers
 
     def _lose(self, step: UnderWay, lost: dict[int, OperationError], answers: Sequence[Answer]) -> None:
@@ -494,10 +525,6 @@ class Session:
                 raise
             raise self._broken from None
         self._regrouping = []
-        if self.copies is not None:  # what has failed is not to be done again
-            self._complete_save(self.copies)
-            self._save(self.copies)
-            self._complete_save(self.copies)
 
     def drain(self) -> None:
         """Wait until the workers have done everything that they were sent, successfully or not."""
@@ -517,8 +544,8 @@ class Session:
     def _parts(self, value: Value) -> list[Tensor]:
         """Return each worker's shard of a value that is still on the driver."""
         assert value.data is not None, "a value that nobody has"
-        if isinstance(value.data, list):
-            return value.data
+        if isinstance(value.data, list):  # the user's memory, which a copying session may send again
+            return value.data if self.copies is None else [part.clone() for part in value.data]
         return cut(value.data, value.spec.layout, self.workers)
 
     # ---- values
@@ -543,6 +570,9 @@ class Session:
                 raise nowhere()
             if not isinstance(value.remote.error, OperationError | None):
                 raise lost(value.remote.error)
+            if self.copies is not None and self.copies.is_due():
+                self._complete_save(self.copies)
+                self._save(self.copies)
             self.counts["fetches"] += 1
             step = UnderWay([], inputs=(value.remote.id,))
             self._send(step, self._ids, wanted=(value.remote.id,), workers=workers)

@@ -20,6 +20,7 @@ from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.lifecycle.worker_processes import WorkerProcesses
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.current import current_agent, is_initialized
+from rpc.runtime.interrupts import interruptible
 from spmd.collectives.creation import refuse
 from spmd.collectives.store import WorkerStore
 from spmd.engine.driver.copies import Copies, UnrecoverableError
@@ -67,6 +68,10 @@ _JOINING_SECONDS: Final = 120.0
 
 class _Port(RemotePort):
     """A worker, called remotely."""
+
+    def __init__(self, name: str, worker: Any) -> None:
+        super().__init__(name, worker)
+        self.peer: Any = current_agent().group.peers.find(name)
 
     def send(self, step: EngineStep) -> Any:
         """Have it do a step; a future of its answer. Raises if the step cannot be sent."""
@@ -129,6 +134,7 @@ class _Mode:
         args = (own, self._names(), rank, self._name, worker.device, generation, first)
         return rpc.rpc_async(worker.worker, make, args=args, timeout=0)
 
+    @interruptible
     def _replace(self, lost: Sequence[int], generation: int, first: int) -> list[_Port]:
         """Have other workers take the places of lost ones; see ``Replace``."""
         for rank in lost:
@@ -157,7 +163,8 @@ class _Mode:
         """Return a worker of the RPC group that has no place."""
         agent: Any = current_agent()
         used = {*self._names(), agent.get_worker_info().name}
-        spares = sorted(each.name for each in agent.get_worker_infos() if each.name not in used)
+        names = [each.name for each in agent.get_worker_infos() if each.name not in used]
+        spares = sorted(each for each in names if agent.group.peers.find(each).lost is None)
         if not spares:
             raise UnrecoverableError("this RPC group has no further worker that could take its place")
         return str(spares[0])

@@ -24,12 +24,10 @@ class Save:
         number: number of the save, from 0.
         sharded: ids of values that are new since the last save, and of which each worker has another part:
             these are copied to the neighbour as well.
-        complete: number of the newest save that all workers have; earlier ones are no longer needed.
     """
 
     number: int
     sharded: tuple[int, ...]
-    complete: int
 
 
 @dataclass(frozen=True, slots=True)

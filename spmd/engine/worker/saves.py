@@ -12,14 +12,14 @@ from the neighbour of the lost one, and all other values, which are equal everyw
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from rpc.agent.futures import Future
-from rpc.errors import RpcError
+from rpc.errors import GivenUpError, RpcError
 from spmd.engine.program.step_messages import Save
 from spmd.engine.worker.worker_engine import LOST, WorkerEngine, copied
 
@@ -76,7 +76,6 @@ class Saves:
         with self._lock:
             self._own[order.number], self._sharded[order.number] = own, sharded
             self._random[order.number] = self._engine.random_state()
-            self._forget(order.complete)
         self._send(order.number, {number: own[number] for number in order.sharded if number in fresh})
 
     def send_again(self, number: int) -> Future[None]:
@@ -92,6 +91,8 @@ class Saves:
         shards = {each: value for each, value in new.items() if value is not LOST}
 
         def pass_on(answer: Any) -> None:
+            if done.done():  # it was abandoned
+                return
             try:
                 done.set_result(answer.value())
             except Exception as error:
@@ -130,10 +131,7 @@ class Saves:
 
     def restore(self, number: int) -> None:
         """Go back to a save."""
-        with self._lock:
-            for saves in (self._own, self._sharded, self._random, self._kept, self._done):
-                for each in [each for each in saves if each > number]:
-                    del saves[each]
+        self._abandon(number, "the workers went back to an earlier save")
         self._engine.restore(self._own[number], self._random[number])
 
     def take_over(self, number: int, saved: Saved) -> None:
@@ -142,7 +140,30 @@ class Saves:
         self._sharded[number], self._random[number] = saved.sharded, saved.random_state
         self.restore(number)
 
-    def _forget(self, complete: int) -> None:
+    def complete(self, number: int) -> None:
+        """Forget the saves before one that all workers have."""
+        with self._lock:
+            self._drop(lambda each: each < number)
+
+    def close(self) -> None:
+        """Forget all saves; those that are awaited fail."""
+        self._abandon(-1, "the worker has left SPMD mode")
+
+    def _abandon(self, number: int, reason: str) -> None:
+        """Forget the saves after one, which fail where they are awaited."""
+        with self._lock:
+            abandoned = [future for each, future in self._done.items() if each > number]
+            self._drop(lambda each: each > number)
+        for future in abandoned:
+            if not future.done():
+                future.set_exception(GivenUpError(reason))
+
+    def fail(self, number: int, error: Exception) -> None:
+        """Note that a save could not be made."""
+        self.done(number).set_exception(error)
+
+    def _drop(self, goes: Callable[[int], bool]) -> None:
+        saves: dict[int, Any]
         for saves in (self._own, self._sharded, self._random, self._kept, self._done):
-            for each in [each for each in saves if each < complete]:
+            for each in [each for each in saves if goes(each)]:
                 del saves[each]

@@ -76,6 +76,7 @@ def make(
         generation: number of the process groups that it forms with the others.
         first: number of the first step that it gets.
     """
+    await_members(workers, _JOINING_SECONDS)
     return RRef(ServedWorker(driver, workers, rank, name, device, generation, first))
 
 
@@ -110,7 +111,11 @@ class ServedWorker:
     def _run(self, step: EngineStep) -> Answer:
         answer = self._engine.run(step)
         if step.save is not None:
-            self._saves.save(step.save)
+            try:
+                self._saves.save(step.save)
+            except Exception as error:  # no memory, for example
+                self._saves.fail(step.save.number, error)
+                raise
         return answer
 
     def seed(self, state: torch.Tensor) -> None:
@@ -158,6 +163,10 @@ class ServedWorker:
         """Return when this worker and its neighbour have a save."""
         return self._saves.done(number)
 
+    def complete(self, number: int) -> None:
+        """Forget the saves before one that all workers have."""
+        self._saves.complete(number)
+
     def of_neighbour(self, number: int) -> Saved:
         """Return the values of the worker whose shards are kept here."""
         return self._saves.of_neighbour(number)
@@ -178,6 +187,7 @@ class ServedWorker:
     def close(self) -> None:
         """End: values are freed, and the process groups are destroyed."""
         self._steps.close()
+        self._saves.close()
         self._groups.destroy()
 
 

@@ -60,8 +60,8 @@ class WorkerEngine:
             self._generator.set_state(state)
 
     def random_state(self) -> Tensor:
-        """Return the state of that generator."""
-        return torch.get_rng_state() if self._generator is None else self._generator.get_state()
+        """Return the state of that generator, on the CPU."""
+        return torch.get_rng_state() if self._generator is None else self._generator.get_state().cpu()
 
     def run(self, step: EngineStep) -> Answer:
         """Do one step. Values that are no longer needed are freed first, so that their memory can be

@@ -234,8 +234,10 @@ def test_worker_that_cannot_make_or_keep_a_copy_gets_the_error_and_others_do_wit
     workers.tell("end")
     results = workers.results()
     assert results[0] == ("OSError", True, False)
-    assert results[2] == ("ElasticError", False, True) or results[2] == "worker1"  # if it was not needed
-    assert results[1] == results[3] == "worker1"
+    founder = results[1]
+    assert founder in ("worker1", "worker2", "worker3")
+    assert results[3] == founder
+    assert results[2] in (founder, ("ElasticError", False, True))  # it need not take over a copy
 
 
 def test_object_whose_copies_are_all_gone_is_lost_for_its_callers(run_workers: RunWorkers) -> None:

@@ -153,7 +153,7 @@ def test_one_frame_is_decoded_in_place(message: Message) -> None:
         (b"GET / HTTP/1.1\r\n", r"does not speak farcall's protocol \(it began with b'GET / HT'\)"),
         (b"\x16\x03\x01", "it uses TLS, and this worker does not"),
         (b"farcalX", "does not speak farcall's protocol"),
-        (b"farcall\x09", "the peer speaks version 9 of farcall's protocol, this worker version 6"),
+        (b"farcall\x09", f"version 9 of farcall's protocol, this worker version {frames.PROTOCOL_VERSION}"),
     ],
 )
 def test_a_peer_that_speaks_another_protocol_or_version_is_refused(greeting: bytes, complaint: str) -> None:
