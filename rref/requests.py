@@ -111,7 +111,7 @@ def fetched_with_creation(frame: Frame) -> tuple[int, Frame]:
 
 def _numbers(segments: list[Any]) -> tuple[int, int]:
     if not segments or len(segments[0]) < _NUMBERS.size:
-        raise ProtocolError("a message about an object does not name it")
+        raise ProtocolError("a message does not say which object or call it is about")
     first, second = _NUMBERS.unpack_from(segments[0])
     return first, second
 

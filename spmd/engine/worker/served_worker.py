@@ -25,7 +25,7 @@ from spmd.workers.step_queue import StepQueue
 __all__ = ["ServedWorker", "WorkerGroups", "make"]
 
 
-_JOINING_SECONDS: Final = 30.0
+_JOINING_SECONDS: Final = 5.0
 """Maximum time in seconds after the driver in which a worker gets to know one that has joined."""
 
 

@@ -71,5 +71,5 @@ def test_a_creation_is_answered_alone_if_another_worker_fetches(delayed: Delayed
 
 
 def test_an_answer_that_names_no_calls_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="does not name it"):
+    with pytest.raises(ProtocolError, match="does not say which object or call"):
         fetched_with_creation(Frame(FETCHED, 0, {}, [b"short"]))

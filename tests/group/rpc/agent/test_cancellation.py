@@ -18,7 +18,7 @@ import rpc
 from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
 from tests.support import backend
-from tests.support.serving import WAIT_SECONDS, in_standing_group, in_worker0, open_gate, serve, wait_at_gate
+from tests.support.serving import WAIT_SECONDS, in_worker0, open_gate, serve, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
 _happened: list[str] = []
@@ -120,7 +120,7 @@ class Desk:
 
 
 @pytest.mark.parametrize("callee", ["worker0", "worker1"])
-@in_standing_group()
+@in_worker0()
 def test_a_coroutine_is_cancelled(callee: str) -> None:
     future = rpc.rpc_async(callee, sleep_long)
     rpc.rpc_sync(callee, happened, args=("begun",))
@@ -145,7 +145,7 @@ async def call_on(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["await", "gather", "collect_all"])
-@in_standing_group()
+@in_worker0()
 def test_calls_that_a_cancelled_coroutine_awaits_are_cancelled(how: str) -> None:
     future = rpc.rpc_async("worker1", call_on, args=(how,))
     happened("begun")
@@ -156,14 +156,14 @@ def test_calls_that_a_cancelled_coroutine_awaits_are_cancelled(how: str) -> None
     assert nothing_is_left()
 
 
-@in_standing_group()
+@in_worker0()
 def test_a_call_whose_wait_for_ends_is_cancelled() -> None:
     rpc.rpc_sync("worker1", call_on, args=("wait_for",))
     assert nothing_is_left()
     assert happened() in ([], ["begun", "cancelled"])
 
 
-@in_standing_group()
+@in_worker0()
 def test_a_coroutine_that_does_not_end_when_cancelled_answers_in_vain() -> None:
     future = rpc.rpc_async("worker1", refuse_to_end)
     at_callee("begun")
@@ -173,7 +173,7 @@ def test_a_coroutine_that_does_not_end_when_cancelled_answers_in_vain() -> None:
     assert rpc.rpc_sync("worker1", are_freed)
 
 
-@in_standing_group()
+@in_worker0()
 def test_a_coroutine_is_cancelled_whenever_the_message_comes() -> None:
     futures = [rpc.rpc_async("worker1", sleep_long) for _ in range(300)]
     assert all(future.cancel() for future in futures)
@@ -196,7 +196,7 @@ def test_a_call_that_waits_for_a_thread_is_dropped() -> None:
     assert nothing_is_left()
 
 
-@in_standing_group()
+@in_worker0()
 def test_a_method_that_waits_for_its_object_is_dropped() -> None:
     desk = rpc.remote("worker1", Desk)
     futures = [desk.rpc_async().ask(), desk.rpc_async().sleep(), desk.rpc_async().ask(torch.ones(8))]
@@ -208,7 +208,7 @@ def test_a_method_that_waits_for_its_object_is_dropped() -> None:
     desk.rpc_sync().ask()
 
 
-@in_standing_group()
+@in_worker0()
 def test_a_running_call_answers_in_vain_and_leaves_nothing() -> None:
     future = rpc.rpc_async("worker1", make_at_gate, args=("value",))
     at_callee("value begun")
@@ -236,7 +236,7 @@ def test_a_cancelled_method_keeps_its_object_while_its_arguments_are_on_their_wa
 # ---- what the caller sees
 
 
-@in_standing_group()
+@in_worker0()
 def test_all_who_wait_are_told_at_once() -> None:
     future = rpc.rpc_async("worker1", wait_at_gate)
     seen: list[str] = []
@@ -259,7 +259,7 @@ def test_all_who_wait_are_told_at_once() -> None:
     rpc.rpc_sync("worker1", open_gate)
 
 
-@in_standing_group()
+@in_worker0()
 def test_what_has_ended_cannot_be_cancelled() -> None:
     done = rpc.rpc_async("worker1", int, args=("7",))
     assert done.wait() == 7
@@ -275,7 +275,7 @@ def test_what_has_ended_cannot_be_cancelled() -> None:
     made.wait()
 
 
-@in_standing_group()
+@in_worker0()
 def test_cancelling_races_with_the_answer() -> None:
     cancelled = 0
     for number in range(1000):
