@@ -2,8 +2,8 @@
 
 After every some programs the driver orders a save (see ``spmd.engine.worker.saves``), and it keeps all
 steps that it has sent since the last save that is complete. If workers are lost, others take their places,
-all go back to that save, and the steps are sent again. What they compute is the same, to the bit, so a
-program on the driver notices nothing but the time.
+all go back to that save, and the steps are sent again. On workers of the same kind, with deterministic
+operators, they compute the same to the bit, so a program on the driver notices nothing but the time.
 
 The driver sends one program while a save is under way, and then waits until that is complete. So the programs
 that are repeated after a loss are at most ``every``, and that one.
