@@ -60,9 +60,14 @@ class TcpTransport:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             if port:
-                # Remaining connections of a worker that listened here recently do not matter.
+                # Remaining connections of a worker that listened here recently do not matter, if its socket
+                # had the option as well.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(where)
+            if (
+                not port
+            ):  # not before: the kernel might choose a port that is about to be used
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.listen(_BACKLOG)
         except BaseException:
             sock.close()

@@ -122,15 +122,15 @@ def on_devices(
     return run
 
 
-def sleep(device: str | torch.device) -> None:
-    """Have the current stream of a device do nothing for a while."""
+def sleep(device: str | torch.device, times: int = 1) -> None:
+    """Have the current stream of a device do nothing for a while, or for as long as ``times`` such whiles."""
     with torch.accelerator.device_index(torch.device(device).index):
         if KIND == "sim":
             from tests.accelerator import device as simulated
 
-            simulated.sleep(SLEEP_US)
+            simulated.sleep(SLEEP_US * times)
         else:
-            torch.get_device_module()._sleep(SLEEP_US * 1500)
+            torch.get_device_module()._sleep(SLEEP_US * 1500 * times)
 
 
 def late(value: float, device: str = FIRST, size: int = SIZE) -> torch.Tensor:

@@ -131,8 +131,7 @@ def test_transfers_to_a_worker_that_is_lost_end_and_memory_comes_back(
 
 
 def answer_before_it_is_made() -> torch.Tensor:
-    for _ in range(1000):
-        sleep(FIRST)
+    sleep(FIRST, times=1000)
     return torch.ones(LARGE, device=FIRST)
 
 
