@@ -64,9 +64,7 @@ class TcpTransport:
                 # had the option as well.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(where)
-            if (
-                not port
-            ):  # not before: the kernel might choose a port that is about to be used
+            if not port:  # not before: the kernel might choose a port that is about to be used
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.listen(_BACKLOG)
         except BaseException:
