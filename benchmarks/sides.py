@@ -67,6 +67,7 @@ class Side:
         """Import its module: in a worker, since only one of the sides can be in a process."""
         if self.folder is not None:
             sys.path.insert(0, str(self.folder))
+            importlib.invalidate_caches()  # it may have been filled a moment ago
             for name in [each for each in sys.modules if each.partition(".")[0] in _OURS]:
                 del sys.modules[name]  # PyTorch's entry points may have imported another tree's
             os.environ["PYTHONPATH"] = os.pathsep.join((str(self.folder), os.environ.get("PYTHONPATH", "")))
