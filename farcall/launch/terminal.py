@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
+from farcall.observe.format.legible import legible
+
 __all__ = ["name_ranks", "say"]
 
 
@@ -13,9 +15,8 @@ def say(text: str) -> None:
     """Print one line to standard error, beside the lines of the workers. Control characters, which errors and
     names may contain, are escaped.
     """
-    shown = "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
     with contextlib.suppress(BrokenPipeError):  # nothing reads it any more; the job goes on
-        print(f"farcall: {shown}", file=sys.stderr, flush=True)
+        print("farcall:", legible(text, kept="\n"), file=sys.stderr, flush=True)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

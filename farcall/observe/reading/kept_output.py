@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from farcall.observe.format.job_files import open_file
+from farcall.observe.format.legible import legible
 from farcall.observe.reading.launches import read_launch
 from farcall.observe.reading.state import WorkerState
 
@@ -142,6 +143,5 @@ def _times(path: Path, positions: Sequence[int]) -> list[float]:
 
 
 def _shown(worker: WorkerState, line: bytes) -> str:
-    text = line.rstrip(b"\r\n").decode(errors="replace")
-    shown = "".join(each if each.isprintable() or each == "\t" else repr(each)[1:-1] for each in text)
-    return f"{worker.name}  {shown}"
+    text = legible(line.rstrip(b"\r\n").decode(errors="replace"), kept="\t")
+    return f"{worker.name}  {text}"

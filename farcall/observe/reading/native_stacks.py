@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from farcall.extras import install_command
 from farcall.observe.format.frozen_stacks import Stack
+from farcall.observe.format.legible import legible
 
 __all__ = ["NativeStacksError", "is_native", "native_stacks", "read_dump", "spy_program"]
 
@@ -53,7 +54,7 @@ def native_stacks(process: int, *, seconds: float = _SECONDS) -> list[Stack]:
         raise NativeStacksError(f"py-spy took more than {seconds:.0f} s for process {process}") from error
     if done.returncode:
         reason = next((line for line in done.stderr.splitlines() if line.strip()), "it says nothing")
-        raise NativeStacksError(f"py-spy cannot look at process {process}: {_legible(reason)}")
+        raise NativeStacksError(f"py-spy cannot look at process {process}: {legible(reason)}")
     return read_dump(done.stdout)
 
 
@@ -76,7 +77,7 @@ def _stack(thread: dict[str, Any]) -> Stack | None:
     return Stack(
         ident,
         tuple(places),
-        name=_legible(name) if isinstance(name, str) else "",
+        name=legible(name) if isinstance(name, str) else "",
         holds_interpreter=thread.get("owns_gil") is True,
         native=_innermost_in_c(places),
     )
@@ -84,7 +85,7 @@ def _stack(thread: dict[str, Any]) -> Stack | None:
 
 def _place(frame: dict[str, Any]) -> tuple[str, str, int]:
     name, file, line = frame.get("name"), frame.get("filename"), frame.get("line")
-    return _legible(str(name)), _legible(str(file)), line if isinstance(line, int) else 0
+    return legible(str(name)), legible(str(file)), line if isinstance(line, int) else 0
 
 
 def _innermost_in_c(places: list[tuple[str, str, int]]) -> tuple[str, ...]:
@@ -101,7 +102,3 @@ def _innermost_in_c(places: list[tuple[str, str, int]]) -> tuple[str, ...]:
 def is_native(file: str) -> bool:
     """Whether code of this file is not written in Python."""
     return ".so." in file or file.endswith(_NATIVE_SUFFIXES)
-
-
-def _legible(text: str) -> str:
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

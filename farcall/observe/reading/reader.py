@@ -36,6 +36,7 @@ from farcall.observe.format.layout import (
     unpack_records,
     unpack_snapshots,
 )
+from farcall.observe.format.legible import legible
 from farcall.observe.reading.gathered import GATHERED, unpack_states
 from farcall.observe.reading.native_stacks import NativeStacksError, native_stacks, spy_program
 from farcall.observe.reading.processes import Signs, ask_for_stacks, core_waits, signs_of
@@ -70,7 +71,7 @@ _DUMP_SECONDS: Final = 1.0
 def _legible(value: Any, depth: int = 0) -> Any:
     """Return a value whose texts have no control characters."""
     if isinstance(value, str):
-        return value if value.isprintable() else "".join(map(_shown, value))
+        return legible(value)
     if depth > _MAX_DEPTH:
         return None
     if isinstance(value, Mapping):
@@ -78,10 +79,6 @@ def _legible(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list):
         return [_legible(each, depth + 1) for each in value]
     return value
-
-
-def _shown(character: str) -> str:
-    return character if character.isprintable() else repr(character)[1:-1]
 
 
 @contextlib.contextmanager

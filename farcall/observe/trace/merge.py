@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from farcall.observe.format.legible import legible
 from farcall.observe.trace.clocks import align
 from farcall.observe.trace.parts import Part
 
@@ -389,4 +390,4 @@ _READ: Final[dict[str, Callable[..., _Events]]] = {
 def _shown(name: str) -> str:
     """A name for a viewer: of no more than a line, without control characters."""
     name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…"
-    return name if name.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
+    return legible(name)
