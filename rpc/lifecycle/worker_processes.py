@@ -146,7 +146,6 @@ class WorkerProcesses:
         self._workers: list[_Worker] = []
         self._by_value: Callable[[], bytes] = bytes
         self._work = b""
-        self._count = 0
         self._folder = tempfile.TemporaryDirectory(prefix="farcall-")
 
     def __enter__(self) -> Self:
@@ -201,9 +200,8 @@ class WorkerProcesses:
         waits until it is about to join.
         """
         old = self._workers[rank]
-        self._count += 1
         with _uninterrupted():
-            self._workers[rank] = self._start(len(self._names) + self._count, name)
+            self._workers[rank] = self._start(rank, name)
             old.process.kill()
             old.process.join()
             kill(marked([old.mark]))
@@ -218,7 +216,7 @@ class WorkerProcesses:
     def _start(self, rank: int, name: str) -> _Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        mark = f"{os.path.realpath(self._folder.name)}/{rank}.started"
+        mark = f"{os.path.realpath(self._folder.name)}/{name}.started"
         options, size, serves = self.options(), self._world_size, self._serves
         start = _Start(
             name, -1 if size is None else rank, size, options, self._threads, self._work, mark, serves

@@ -171,10 +171,6 @@ class Copies:
                 port.worker.rpc_async(timeout=0).complete(pending.number)
         return None
 
-    def is_pending(self) -> bool:
-        """Whether a save is under way."""
-        return self._pending is not None
-
     def _ask(self) -> None:
         assert self._pending is not None
         number = self._pending.number
@@ -186,15 +182,14 @@ class Copies:
         with self._changed:
             self._changed.notify_all()
 
-    def gone(self, *, wait: bool) -> list[int]:
-        """Return the places of lost workers; with ``wait``, wait for the notice of a loss."""
+    def gone(self) -> list[int]:
+        """Return the places of lost workers; waits for the notice of a loss, which may still come."""
 
         def places() -> list[int]:
             return [place for place, port in enumerate(self.ports) if port.peer.lost is not None]
 
         with self._changed:
-            if wait:
-                self._changed.wait_for(places, _NOTICE_SECONDS)
+            self._changed.wait_for(places, _NOTICE_SECONDS)
             return places()
 
     def cut_off(self, places: Sequence[int]) -> None:

@@ -324,12 +324,14 @@ class Session:
         """Order a save if enough programs were sent since the last one. Before a second program is sent, the
         save under way must be complete.
         """
-        if copies.is_due() or not copies.may_send():
-            self._complete_save(copies)
         if copies.is_due():
             self._save(copies)
+        elif not copies.may_send():
+            self._complete_save(copies)
 
     def _save(self, copies: Copies) -> None:
+        """Order a save, once the one under way is complete."""
+        self._complete_save(copies)
         order = copies.order(self._sharded_from, self._ids)
         self._send(UnderWay([]), self._ids, save=order)
         copies.ordered(order)
@@ -365,9 +367,10 @@ class Session:
         if failed and not any(isinstance(each, WorkerLostError) for each in failed.values()):
             return False
         attempts = 0
+        repeated: list[UnderWay] = []
+        failure: Exception | None = None
         try:
-            repeated: list[UnderWay] = []
-            while places := copies.gone(wait=True):
+            while places := copies.gone():
                 copies.cut_off(places)
                 for step in (*repeated, *self._under_way):
                     self._set.wait(step.number, step.answers)
@@ -379,12 +382,14 @@ class Session:
                     attempts += 1
                     if is_interruption(error) or attempts == _ATTEMPTS:
                         raise
+                    failure = error
                     continue
                 repeated = self._send_again(copies, places)
                 if all(self._was_repeated(step) for step in repeated):
                     return True
-            if repeated:
-                raise SpmdError(_NOT_REPEATED)
+                failure = SpmdError(_NOT_REPEATED)
+            if failure is not None:  # and no worker is lost
+                raise failure
         except UnrecoverableError as error:
             logger.warning("SPMD mode: the loss cannot be survived: %s", error)
         except BaseException as error:
@@ -443,7 +448,6 @@ class Session:
         if self._ending is not None:
             self._regroup()
             if self.copies is not None:  # what has failed is not to be done again
-                self._complete_save(self.copies)
                 self._save(self.copies)
                 self._complete_save(self.copies)
             self._ending = None
@@ -571,7 +575,6 @@ class Session:
             if not isinstance(value.remote.error, OperationError | None):
                 raise lost(value.remote.error)
             if self.copies is not None and self.copies.is_due():
-                self._complete_save(self.copies)
                 self._save(self.copies)
             self.counts["fetches"] += 1
             step = UnderWay([], inputs=(value.remote.id,))

@@ -124,10 +124,9 @@ class Saves:
         """Return the values of the worker whose shards are kept here, at a save that is complete."""
         with self._lock:
             own, sharded, kept = self._own[number], self._sharded[number], self._kept[number]
-            shared = {each: value for each, value in own.items() if each not in set(sharded)}
             lost = [each for each, value in own.items() if value is LOST]
-            values = {each: value for each, value in (shared | kept).items() if value is not LOST}
-            return Saved(values, tuple(lost), sharded, self._random[number])
+            shared = {each: own[each] for each in own.keys() - set(sharded) - set(lost)}
+            return Saved(shared | kept, tuple(lost), sharded, self._random[number])
 
     def restore(self, number: int) -> None:
         """Go back to a save."""
