@@ -64,21 +64,21 @@ class DelayedAnswers:
             creation: see ``Value``.
             wait: maximum time in seconds to wait while the send queue for that peer is full.
         """
-        kind, number, both = Kind.REPLY, call_id, False
+        kind, number, created = Kind.REPLY, call_id, None
         if creation is not None and creation[0] is peer:
             with contextlib.suppress(KeyError, ValueError):  # its answer was sent before
                 self._delayed[peer].remove(creation[1])
-                both = True
+                created = creation[1]
         try:
-            if both and creation is not None:
-                name_answered(payload, creation[1], call_id)
+            if created is not None:
+                name_answered(payload, created, call_id)
                 kind, number = FETCHED, 0
             peer.send_small(encode_small(kind, number, {}, payload.buffers, payload.codec), wait)
         except WorkerLostError as error:
             logger.debug("dropped the answer to a fetch: %s", error)
         except BaseException:
-            if both and creation is not None:  # an interruption, or no memory: the creation is answered alone
-                self.add(*creation)
+            if created is not None:  # an interruption, or no memory: the creation is answered alone
+                self.add(peer, created)
             raise
 
     def _peer_gone(self, peer: Peer, reason: str) -> None:

@@ -12,8 +12,8 @@
 
 - ``blocks``, ``layout``, ``assembly``, ``pieces``, ``delta``: which block of a tensor a process has, how a
   version lies in memory, the parts that make it up, and what has changed between two. Pure.
-- ``versions``, ``catalogue``, ``hosts``: the life of a version, the versions of a store, and who gets them
-  from whom. Pure.
+- ``versions``, ``catalogue``, ``hosts``: the life of a version, the versions of a store, and the host from
+  which each other host gets them. Pure.
 - ``memory``, ``segments``: shared memory, and that of a store.
 - ``node``: what an agent keeps, and how others ask it.
 - ``keeper``: the process that keeps a store; ``copies``: those that have a copy of it, ``replication`` and

@@ -1,5 +1,5 @@
-"""The other hosts that have copies of a store: who keeps the copy of each, and whom it gets versions from.
-Pure.
+"""The other hosts that have copies of a store: which worker keeps the copy of each, and from which other copy
+that one gets a version. Pure.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from time import monotonic
 from typing import Any, Final, Protocol
 
@@ -27,6 +27,11 @@ FINISHED: Final = "elastic/finished"
 
 LOG_SECONDS: Final = 0.5
 """Interval at which the group's log is read while this member may not go on."""
+
+_NOTICE_SECONDS: Final = 12.0
+"""Time in seconds in which workers that are cut off must have noticed it, or have paused for longer than
+``_STOPPED_SECONDS``.
+"""
 
 _STOPPED_SECONDS: Final = 8.0
 """A pause of the agent's loop after which this process may have been excluded unnoticed."""
@@ -145,6 +150,18 @@ class Losses:
                 fields = _stat(peer.link.process)
                 if fields is not None and each not in self._processes:
                     self._processes[each] = peer.link.process, int(fields[_START])
+
+    def cut_off(self, workers: Collection[int], reason: str, released: threading.Event) -> None:
+        """Cut off workers without which the others go on, so that they know of no death for certain from now
+        on; and wait until they must have noticed, unless they have died, which another worker may have seen
+        first, or ``released`` is set.
+        """
+        for each in workers:
+            peer = self.peer(each)
+            if peer is not None:
+                self._agent.group.lose(peer, reason)
+        if not all(map(self.has_ended, workers)):
+            released.wait(_NOTICE_SECONDS)
 
     def has_ended(self, incarnation: int) -> bool:
         """Whether a worker's process runs no code any more, as the kernel of this host says."""

@@ -55,11 +55,6 @@ STATE: Final = "state:"
 
 _CALL_SECONDS: Final = 120.0
 
-_NOTICE_SECONDS: Final = 12.0
-"""Time in which workers that are cut off must have noticed it, or have paused for longer than
-``losses`` allows.
-"""
-
 PATIENCE_SECONDS: Final = 25.0
 """Time in which the group's log decides about lost members; a member that may not go on then gives up."""
 
@@ -414,7 +409,7 @@ class Views:
             except OutdatedError as error:
                 raise GivenUpError(str(error)) from error
             self.losses.watch_processes(members)
-        self._cut_off(cut_off)
+        self.losses.cut_off(cut_off, "the elastic job goes on without it", self.released)
         rank = list(members).index(self.me)
         groups = Groups.form(
             self._agent, [each for each in peers if each is not None], rank, len(self.core.replica), key
@@ -423,17 +418,6 @@ class Views:
             groups.discard()
             raise GivenUpError("a later ballot has begun")
         return True
-
-    def _cut_off(self, workers: Collection[int]) -> None:
-        """Cut workers off that the next view leaves out, and wait until they must have noticed, unless they
-        have died, which the proposer may have seen first.
-        """
-        for each in workers:
-            peer = self.losses.peer(each)
-            if peer is not None:
-                self._agent.group.lose(peer, "the elastic job goes on without it")
-        if not all(map(self.losses.has_ended, workers)):
-            self.released.wait(_NOTICE_SECONDS)
 
     def _decide(
         self, ballot: Ballot, members: Sequence[int], reports: Sequence[Report], groups: Groups

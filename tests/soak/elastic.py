@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch._dynamo  # which the first optimizer imports
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -39,6 +38,8 @@ import rpc
 from farcall import elastic
 
 __all__ = ["main"]
+
+torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.1)  # imports what the first optimizer needs
 
 _LENGTH: Final = 960
 _BATCH: Final = 48

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch._dynamo  # which the first optimizer imports
 from torch import nn, optim
 
 import dist_autograd
@@ -38,6 +37,8 @@ from farcall import elastic
 from rpc.errors import WorkerLostError
 
 __all__ = ["main"]
+
+torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.1)  # imports what the first optimizer needs
 
 _KILL_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 _SERVERS: Final = 4

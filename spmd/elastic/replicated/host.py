@@ -48,6 +48,9 @@ logger = logging.getLogger(__name__)
 ELSEWHERE, RAISED, VALUE = "elsewhere", "raised", "value"
 """What the answer to a call has: nothing, as this worker has no primary; an exception; a value."""
 
+_OF_GRADIENTS: Final = ("norms", "scale")
+"""Methods of optimizers about gradients, which only the primary has."""
+
 _FIRST_PAUSE: Final = 0.005
 _ASK_SECONDS: Final = 0.1
 
@@ -103,7 +106,7 @@ class Host:
             try:
                 found = hosts.survey(self.name, self.description, offer=True)
             except NameTakenError:
-                del hosts.by_name[self.name]
+                self._give_up()
                 raise
             ready = [each for each in found.values() if each.ready]
             if self.error is not None:
@@ -146,14 +149,18 @@ class Host:
                 if self.copy.copies > 1:
                     self.machine.snapshot()
             except BaseException:
-                del hosts.by_name[self.name]
-                self.woken.set()
+                self._give_up()
                 raise
             with self.lock:
                 self.identity = secrets.randbits(62)
                 self.copy.found()
         finally:
             self._founding = False
+        self.woken.set()
+
+    def _give_up(self) -> None:
+        """Have no part in the object any more; ends this host's thread."""
+        del self.hosts.by_name[self.name]
         self.woken.set()
 
     def status(self) -> Status:
@@ -222,10 +229,7 @@ class Host:
                 if (what.target, what.name) == (WHOLE, "workers"):
                     self._drive(copy.settle())
                     return VALUE, self._names()
-                if what.target >= 0 and what.name in (
-                    "norms",
-                    "scale",
-                ):  # about gradients, which are here only
+                if what.target >= 0 and what.name in _OF_GRADIENTS:
                     self._drive(copy.settle())
                     outcome = machine.run(self._prepared(what, is_lost))
                 else:
@@ -251,7 +255,7 @@ class Host:
 
     def _prepared(self, what: Method, is_lost: bool) -> Method:
         """Return what all copies run. Of a context, only the primary has the gradients."""
-        if what.target >= 0 and what.name in ("step", "norms", "scale"):
+        if what.target >= 0 and what.name in ("step", *_OF_GRADIENTS):
             context_id = what.args[0]
             if is_lost or not has_context(context_id):
                 raise _lost(self.name, f"{what.name} has not been run, since autograd context {context_id}")

@@ -25,8 +25,6 @@ EXTENSION: Final = "spmd.elastic.replicated"
 CANDIDATE, FOUNDING, MEMBER = "candidate", "founding", "member"
 
 _ASK_TIMEOUT: Final = 3.0
-_NOTICE_SECONDS: Final = 12.0
-"""As in ``views``: time in which a worker that is cut off must have noticed it."""
 
 
 class Status(NamedTuple):
@@ -132,12 +130,7 @@ class Hosts:
         self._log_read = monotonic()
         self.losses.read_log()
         removed = self._removed.intersection(unsure)
-        for each in removed:  # it must know of no death for certain from now on
-            peer = self.losses.peer(each)
-            if peer is not None:
-                self.agent.group.lose(peer, "the replicated object goes on without it")
-        if not all(map(self.losses.has_ended, removed)):
-            self.closed.wait(_NOTICE_SECONDS)
+        self.losses.cut_off(removed, "the replicated object goes on without it", self.closed)
         self.gone |= removed
 
     def check(self) -> None:
@@ -172,10 +165,8 @@ class Hosts:
                 taken = error
             except RpcError as error:
                 logger.debug("a worker does not say whether it has '%s': %s", name, error)
-        there = [MEMBER, FOUNDING]
-        if taken is not None and not any(
-            status.role in (there if each != self.me else [MEMBER]) for each, status in found.items()
-        ):
+        there = {status.role for each, status in found.items() if each != self.me or status.role == MEMBER}
+        if taken is not None and there.isdisjoint((FOUNDING, MEMBER)):
             raise taken
         return found
 
