@@ -18,7 +18,7 @@ _FOLDER: Final = Path(__file__).parent
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Has ``sys.executable`` forked while a test of this folder and its fixtures run: pytest calls this for all
+    """Has ``sys.executable`` forked while a test of this folder and its fixtures run; called for all
     tests of a run.
     """
     if _FOLDER not in item.path.parents:
