@@ -23,9 +23,10 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from rpc.errors import ProtocolError, SerializationError
+from rpc.errors import ProtocolError, SerializationError, WorkerLostError
 from rpc.group.handshake import legible
 from rpc.group.peer import Peer
+from rpc.runtime.process_signs import has_ended
 from rpc.runtime.tasks import Task
 
 __all__ = [
@@ -118,10 +119,12 @@ class Import:
         handles: Handles,
         handle: Handle,
         index: int,
+        source: Peer,
         done: Callable[[], object],
         give_up: Callable[[Handle], object],
     ) -> None:
         self._handles = handles
+        self._source = source
         self._handle = handle
         self._index = index
         self._done = done
@@ -131,6 +134,10 @@ class Import:
     def copy_to(self, target: Tensor) -> None:
         """Copy the elements to a tensor of as many bytes, on the current streams, and wait for it: when the
         message is answered, the sender may change its tensor.
+
+        Raises:
+            WorkerLostError: the sender's process has ended, and the work on its streams with it, done or not:
+                the elements may be any.
         """
         if not self._unread.alive:
             raise SerializationError("a tensor of a device can be read once only")
@@ -144,6 +151,14 @@ class Import:
                 )
             target.copy_(opened, non_blocking=True)
             torch.accelerator.current_stream(target.device).synchronize()
+            process = self._source.link.process
+            if process and has_ended(process):
+                reason = "its process has ended"
+                raise WorkerLostError(
+                    f"worker '{self._source.name}' is lost while a tensor on its device was read: {reason}",
+                    self._source.name,
+                    reason,
+                )
         finally:
             del opened
             self._done()
@@ -345,7 +360,7 @@ class Exchange:
         def give_up(handle: Handle) -> None:  # in a finalizer
             self._submit((self._release, (handle, done)))
 
-        return Import(self._handles, handle, mine, done, give_up)
+        return Import(self._handles, handle, mine, source, done, give_up)
 
     def _release(self, unread: tuple[Handle, Callable[[], object]]) -> None:
         handle, done = unread

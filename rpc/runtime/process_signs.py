@@ -5,10 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["UNKNOWN", "ProcessSigns", "computes", "process_signs", "stat_fields", "waited_for_core"]
+__all__ = [
+    "UNKNOWN",
+    "ProcessSigns",
+    "computes",
+    "has_ended",
+    "process_signs",
+    "stat_fields",
+    "waited_for_core",
+]
 
 _STATE, _UTIME, _STIME, _START = 0, 11, 12, 19  # in /proc/PID/stat, behind the name (proc(5))
 _BUSY: Final = frozenset("RD")
@@ -57,6 +66,20 @@ def process_signs(process: int) -> ProcessSigns | None:
         return UNKNOWN
     except (ValueError, IndexError):
         return None
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process of this PID namespace has ended, also if its parent has not waited for it."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except OSError as error:
+        return error.errno == errno.ESRCH
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(descriptor)
 
 
 def computes(before: ProcessSigns | None, now: ProcessSigns | None) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farcall import rpc
-from rpc.errors import MessageLostError
+from rpc.errors import MessageLostError, WorkerLostError
 from tests.support.certificates import Authority
 from tests.support.cutting import cutting, until_cut
 from tests.support.device_groups import LARGE, one_to_one, until_agreed
@@ -130,13 +130,19 @@ def test_transfers_to_a_worker_that_is_lost_end_and_memory_comes_back(
     assert behind == NOTHING
 
 
-def answer_before_it_is_made() -> torch.Tensor:
-    sleep(FIRST, times=1000)
-    return torch.ones(LARGE, device=FIRST)
+class Late:
+    """Its methods run one after the other."""
+
+    def ones(self) -> torch.Tensor:
+        """Ones that the device makes a minute after the answer."""
+        sleep(FIRST, times=3000)
+        return torch.ones(LARGE, device=FIRST)
+
+    def nothing(self) -> None: ...
 
 
 @on_devices
-def read_what_is_never_made(worker: Worker) -> bool:
+def read_what_is_never_made(worker: Worker) -> str:
     worker.join(**one_to_one(worker))
     if worker.rank == 0:
         until_agreed("worker0", "worker1")
@@ -144,27 +150,30 @@ def read_what_is_never_made(worker: Worker) -> bool:
     if worker.rank:
         worker.wait_for("never")
     worker.wait_for("all have joined")
-    made = rpc.rpc_sync("worker1", answer_before_it_is_made)
-    copied = torch.Event(FIRST.split(":")[0])
-    copied.record()
-    early = copied.query()
+    late = rpc.remote("worker1", Late, concurrency=1)
+    made = late.rpc_async().ones()
+    late.rpc_sync().nothing()  # the answer before it has arrived
     worker.report("answered")
     worker.wait_for("killed")
-    copied.synchronize()
-    rpc.shutdown(graceful=False)
-    return not early and made.shape == (LARGE,)
+    try:
+        made.wait()
+    except WorkerLostError as error:
+        return error.worker
+    finally:
+        rpc.shutdown(graceful=False)
+    return "a value"
 
 
-def test_what_a_dead_worker_was_to_compute_is_not_waited_for(
+def test_a_tensor_that_a_dead_worker_was_to_compute_is_an_error(
     run_workers: RunWorkers, device_kind: str
 ) -> None:
-    workers = run_workers.start(read_what_is_never_made, 2, args=("eager",))
+    workers = run_workers.start(read_what_is_never_made, 2, args=("eager",), time_limit=40)
     workers.wait_for("joined")
     workers[0].tell("all have joined")
     workers[0].wait_for("answered")
     workers[1].kill()
     workers[0].tell("killed")
-    assert workers[0].result()
+    assert workers[0].result() == "worker1"
 
 
 _gate = threading.Event()

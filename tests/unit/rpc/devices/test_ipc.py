@@ -23,6 +23,7 @@ class Forger:
 
     name = "forger"
     lost = None
+    link = SimpleNamespace(process=None)
 
 
 PEER: Any = Forger()
@@ -120,7 +121,7 @@ def test_a_worker_in_safe_mode_refuses_what_is_offered() -> None:
 def test_memory_of_another_size_is_not_copied_and_the_sender_is_told(size: int) -> None:
     """One byte would otherwise be copied to all."""
     memory, done = Memory(), list[str]()
-    arrived = Import(memory, [size], 0, lambda: done.append("done"), memory.release)
+    arrived = Import(memory, [size], 0, PEER, lambda: done.append("done"), memory.release)
     target = torch.full((64,), 7, dtype=torch.uint8)
     with pytest.raises(SerializationError, match=f"has 64 bytes, and the memory that came with it {size}"):
         arrived.copy_to(target)

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from rpc.runtime import process_signs as module
-from rpc.runtime.process_signs import UNKNOWN, computes, process_signs, waited_for_core
+from rpc.runtime.process_signs import UNKNOWN, computes, has_ended, process_signs, waited_for_core
 
 
 def test_process_that_runs_computes() -> None:
@@ -25,6 +25,17 @@ def test_process_that_has_ended_does_not_compute() -> None:
     os.waitpid(process, 0)
     assert process_signs(process) is None
     assert not computes(process_signs(os.getpid()), None)
+
+
+def test_process_has_ended_before_its_parent_has_waited_for_it() -> None:
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    assert has_ended(process)
+    os.waitpid(process, 0)
+    assert has_ended(process)
+    assert not has_ended(os.getpid())
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
