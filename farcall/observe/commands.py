@@ -104,7 +104,7 @@ def ps(job: str | None, everything: bool, as_json: bool) -> int:
     age of the oldest call or wait, except for that in shutdown.
     """
     from farcall.observe.format.jobs import jobs, jobs_folder
-    from farcall.observe.reading.figures import job_line, rows_of, table
+    from farcall.observe.reading.figures import job_lines, rows_of, table
     from farcall.observe.reading.stores import lines_of, stores_of
 
     folders = jobs(jobs_folder(os.environ)) if job is None else [_find(job)]
@@ -124,8 +124,7 @@ def ps(job: str | None, everything: bool, as_json: bool) -> int:
     for number, each in enumerate(shown):
         if number:
             click.echo()
-        click.echo(job_line(each))
-        for line in (*table(rows_of(each), _width()), *lines_of(each)):
+        for line in (*job_lines(each, _width()), *table(rows_of(each), _width()), *lines_of(each)):
             click.echo(line)
     if not shown:
         click.echo("no job of this user runs here" + (" (--all shows those that are over)" if found else ""))
@@ -139,7 +138,7 @@ def top(job: str | None) -> int:
 
     If the output is not a terminal, the table is printed once.
     """
-    from farcall.observe.reading.figures import job_line, rows_of, table
+    from farcall.observe.reading.figures import job_lines, rows_of, table
     from farcall.observe.reading.reader import read_job
 
     folder = _find(job)
@@ -150,7 +149,7 @@ def top(job: str | None) -> int:
             show(lambda: read_job(folder), _width)
         return 0
     found = _read(folder)
-    click.echo("\n".join([job_line(found), *table(rows_of(found), _width())]))
+    click.echo("\n".join([*job_lines(found, _width()), *table(rows_of(found), _width())]))
     return 0
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from farcall.observe.reading.state import JobState, ThreadState, WorkerState, items, number, whole
 
-__all__ = ["COLUMNS", "Row", "elastic_in_words", "row_of", "rows_of", "state_of", "table"]
+__all__ = ["COLUMNS", "Row", "elastic_in_words", "job_lines", "row_of", "rows_of", "state_of", "table"]
 
 
 _WAITS_SECONDS: Final = 2.0
@@ -203,16 +204,17 @@ def table(rows: Sequence[Row], width: int) -> list[str]:
     return lines
 
 
-def job_line(job: JobState) -> str:
-    """Return a line that names a job and its state."""
+def job_lines(job: JobState, width: int) -> list[str]:
+    """Return what names a job and its state, in lines of ``width`` columns at most."""
     living = len(job.living)
     program = next((str(each.fact("program")) for each in job if each.fact("program")), "")
     state = f"{living} of {len(job.workers)} workers live" if job.workers else "no worker"
     if job.workers and not living and (end := job.end_in_words()):
         state = end
     began = job.began
-    texts = [f"job {job.id}", program or "a program", state, f"began {_clock(began)}" if began else ""]
-    return " · ".join(filter(None, [*texts, elastic_in_words(job)]))
+    texts = [f"job {job.id}", program or "a program", f"began {_clock(began)}" if began else "", state]
+    whole_text = " · ".join(filter(None, [*texts, elastic_in_words(job)]))
+    return textwrap.wrap(whole_text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def elastic_in_words(job: JobState) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from farcall.observe.reading.figures import COLUMNS, job_line, rows_of, table
+from farcall.observe.reading.figures import COLUMNS, job_lines, rows_of, table
 from farcall.observe.reading.state import JobState
 
 __all__ = ["top"]
@@ -38,8 +38,9 @@ def top(read: Callable[[], JobState], width: Callable[[], int]) -> None:
         while True:
             job = read()
             rows = sorted(rows_of(job, earlier), key=order.by)
-            room = max(3, console.size.height - 4)
-            lines = [job_line(job), "", *table(rows, width())[:room], "", _KEYS[: width()]]
+            names = job_lines(job, width())
+            room = max(3, console.size.height - 3 - len(names))
+            lines = [*names, "", *table(rows, width())[:room], "", _KEYS[: width()]]
             live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
             earlier = job
             key = pressed()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farcall.observe.reading.figures import job_line
+from farcall.observe.reading.figures import job_lines
 from farcall.observe.reading.gathered import pack_states, unpack_states
 from farcall.observe.reading.state import JobState, Process, WorkerState, with_methods
 from farcall.observe.why.analysis import analyze
@@ -192,7 +192,16 @@ def test_state_of_another_host_has_finite_numbers(wrong: float) -> None:
     (found,) = unpack_states(pack_states(job(state)), 0.0, "a file")
     assert found.beat is None
     assert found.process.share == 0.0
-    assert "job 7c2f" in job_line(job(found))
+    assert "job 7c2f" in job_lines(job(found), 80)[0]
+
+
+def test_a_long_error_of_a_job_is_shown_within_the_width_of_the_terminal() -> None:
+    dead = replace(worker(0), process=Process(alive=False))
+    failed = replace(job(dead), end={"status": 1, "failure": "word " * 60})
+    lines = job_lines(failed, 80)
+    assert len(lines) > 4
+    assert max(map(len, lines)) <= 80
+    assert " ".join(line.strip() for line in lines).count("word") == 60
 
 
 def _state(elastic: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +227,7 @@ def test_elastic_job_is_described_by_the_worker_that_is_furthest() -> None:
     }
     text = "step 120, view 4 of 2, 2 lost (the last, c, for 0.31 s)"
     state = job(worker(0, main_thread(), **_state(behind)), worker(1, **_state(ahead)))
-    assert job_line(state).endswith(f" · {text}")
+    assert " ".join(job_lines(state, 1000)).endswith(f" · {text}")
     found = view(worker(0, main_thread(), **_state(ahead)))
     assert found["job"]["headline"].endswith(f" · {text}")
 
