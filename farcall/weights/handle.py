@@ -150,21 +150,19 @@ class Handle:
             [name, spec.dtype, list(spec.shape), [box_to_wire(piece.box) for piece in pieces[name]]]
             for name, spec in specs.items()
         ]
-        answer = self._begin(number, list(part), tensors)
-        if answer is None:
-            self._check_same(number, pieces)
-            whole = True
-        else:
-            wire, segments, live, writes = answer
-            chosen = {name: {box_from_wire(box) for box in boxes} for name, boxes in writes}
-            mine = {name: [each for each in pieces[name] if each.box in own] for name, own in chosen.items()}
-            mapped = self.mapped(segments, live, Access.WRITE)
-            if mapped is None:
-                self._send(number, part[0], mine)
+        put = new_id()
+        try:
+            answer = self._begin(number, list(part), tensors, put)
+            if answer is None:
+                self._check_same(number, pieces)
+                whole = True
             else:
-                for _, local, block in blocks_of(Layout.from_wire(wire), mapped, mine):
-                    block.copy_(local)
-            whole = bool(self.ask("written", number, part[0], self._who, metadata))
+                self._write(number, part[0], pieces, answer, put)
+                whole = bool(self.ask("written", number, part[0], self._who, metadata, put))
+        except BaseException:
+            with contextlib.suppress(RpcError):  # the worker is gone, and the version with it
+                self.ask("failed", number, part[0], self._who, put)
+            raise
         if whole and self.copies > 1:
             while True:
                 with contextlib.suppress(RpcTimeoutError):
@@ -172,23 +170,37 @@ class Handle:
                     break
         return whole
 
-    def _begin(self, number: int, part: list[int], tensors: list[Any]) -> Any:
+    def _begin(self, number: int, part: list[int], tensors: list[Any], put: int) -> Any:
         """Declare a part; waits while other writers have not finished earlier versions."""
         deadline = monotonic() + _OTHERS_SECONDS
         while True:
             left = deadline - monotonic()
-            answer = self.ask("begin", number, part, tensors, self._who, left <= 0)
+            answer = self.ask("begin", number, part, tensors, self._who, left <= 0, put)
             if not isinstance(answer, int):
                 return answer
             self._wait_for_change(answer, left)
 
-    def _send(self, number: int, part: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
+    def _write(
+        self, number: int, part: int, pieces: Mapping[str, Sequence[Piece]], begun: list[Any], put: int
+    ) -> None:
+        """Write the blocks that ``begin`` has asked for."""
+        wire, segments, live, writes = begun
+        chosen = {name: {box_from_wire(box) for box in boxes} for name, boxes in writes}
+        mine = {name: [each for each in pieces[name] if each.box in own] for name, own in chosen.items()}
+        mapped = self.mapped(segments, live, Access.WRITE)
+        if mapped is None:
+            self._send(number, part, mine, put)
+            return
+        for _, local, block in blocks_of(Layout.from_wire(wire), mapped, mine):
+            block.copy_(local)
+
+    def _send(self, number: int, part: int, pieces: Mapping[str, Sequence[Piece]], put: int) -> None:
         """Send the blocks of a part to another host."""
 
         def call(batch: Batch) -> Any:
             blocks = [[name, box_to_wire(box)] for name, box, _ in batch]
             data = [local.cpu().contiguous() for *_, local in batch]
-            return self.ask_later("write", number, part, self._who, blocks, data)
+            return self.ask_later("write", number, part, self._who, blocks, data, put)
 
         for _ in in_window(call, batches(pieces)):
             pass

@@ -58,8 +58,9 @@ class Keeper:
     """
 
     asked: ClassVar[frozenset[str]] = frozenset({
-        "begin", "changes", "copied", "copy_at", "describe", "drop", "give_up", "metadata", "offer", "open",
-        "open_serial", "read", "release", "source", "tag", "usage", "versions", "wait", "write", "written",
+        "begin", "changes", "copied", "copy_at", "describe", "drop", "failed", "give_up", "metadata", "offer",
+        "open", "open_serial", "read", "release", "source", "tag", "usage", "versions", "wait", "write",
+        "written",
     })  # fmt: skip
 
     def __init__(self, name: str, agent: Agent) -> None:
@@ -120,12 +121,18 @@ class Keeper:
     # ---- writers
 
     def begin(
-        self, number: int, part: list[int], tensors: list[list[Any]], who: list[Any], insist: bool
+        self,
+        number: int,
+        part: list[int],
+        tensors: list[list[Any]],
+        who: list[Any],
+        insist: bool,
+        put: int = 0,
     ) -> list[Any] | int | None:
         """Declare a part of a version. Returns the layout, its segments, all segments that there are, and for
         each tensor the blocks that the caller has to write; None if the version is whole, and has this part;
         or a state that ``wait`` waits to change, since other versions have to become whole before. With
-        ``insist`` they are given up instead.
+        ``insist`` they are given up instead. ``put`` tells apart the puts of one worker.
         """
         specs: dict[str, Spec] = {}
         blocks: dict[str, list[Box]] = {}
@@ -137,7 +144,7 @@ class Keeper:
             with self._changing():
                 if not self._catalogue.make_room(number, Who(*who), insist=insist):
                     return self._state
-                version, sizes = self._catalogue.begin(number, index, count, specs, blocks, Who(*who))
+                version, sizes = self._catalogue.begin(number, index, count, specs, blocks, Who(*who), put)
                 if version.whole:
                     return None
             if sizes:
@@ -146,7 +153,7 @@ class Keeper:
                 writes = version.assembly.writes(index)
                 return [
                     version.assembly.layout.to_wire(),
-                    self._segments.described(version.memory),
+                    self._segments.described(version.memory_of(index)),
                     self._segments.live,
                     [[name, [box_to_wire(box) for box in boxes]] for name, boxes in writes.items() if boxes],
                 ]
@@ -168,11 +175,17 @@ class Keeper:
             self._catalogue.grow(version, memory)
 
     def write(
-        self, number: int, part: int, who: list[Any], blocks: list[list[Any]], data: list[Tensor]
+        self,
+        number: int,
+        part: int,
+        who: list[Any],
+        blocks: list[list[Any]],
+        data: list[Tensor],
+        put: int = 0,
     ) -> None:
         """Write blocks of a part, for a writer of another host."""
         with self._lock:
-            version = self._catalogue.check_open(number, part, Who(*who))
+            version = self._catalogue.check_open(number, part, Who(*who), put)
             targets = [self._tensor(version, name, version.memory_of(part)) for name, _ in blocks]
             writes = version.assembly.writes(part)
             self._figures.received += sum(each.nbytes for each in data)
@@ -182,15 +195,22 @@ class Keeper:
                 raise WeightsError(f"a block of {name!r} does not belong to part {part} of version {number}")
             where.of(target).copy_(local)
 
-    def written(self, number: int, part: int, who: list[Any], metadata: dict[str, Any] | None = None) -> bool:
+    def written(
+        self, number: int, part: int, who: list[Any], metadata: dict[str, Any] | None = None, put: int = 0
+    ) -> bool:
         """A part has been written; returns whether the version is whole now."""
         with self._changing():
-            whole = self._catalogue.written(number, part, Who(*who), metadata)
+            whole = self._catalogue.written(number, part, Who(*who), metadata, put)
             if whole:
                 version = self._catalogue.whole[number]
                 version.since = monotonic()
                 self._copy_earlier(version)
             return whole
+
+    def failed(self, number: int, part: int, who: list[Any], put: int) -> None:
+        """A put of a part has ended with an error."""
+        with self._lock:
+            self._catalogue.failed(number, part, Who(*who), put)
 
     def _copy_earlier(self, version: Version) -> None:
         """Copy the parts of a version that lie in memory that it has left, before anyone sees it."""
