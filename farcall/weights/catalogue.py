@@ -34,6 +34,9 @@ _MOST_OPEN: Final = 2
 _MOST_SERIALS: Final = 1 << 40
 """More versions than one keeper of a store ever has."""
 
+_MOST_REMOVED: Final = 4096
+"""Maximum number of removed versions that a second copy is told of."""
+
 _REMEMBERED: Final = 1 << 16
 """Maximum number of versions, and of lost workers, that are remembered after they are gone."""
 
@@ -261,6 +264,11 @@ class Catalogue:
         is_newer = newest.number > newer_than if serial is None else newest.serial > serial
         return newest if is_newer else None
 
+    def removed(self) -> list[list[int]]:
+        """Return numbers and serials of the last versions that there were, and are not any more."""
+        last = itertools.islice(reversed(self._history.items()), _MOST_REMOVED)
+        return [[*each] for each in last if each[0] not in self.whole][::-1]
+
     def by_serial(self, serial: int) -> Version | None:
         """Return a version that readers can have, or have a lease of, by its place in the order."""
         return next((version for version in self.there() if version.serial == serial), None)
@@ -300,6 +308,7 @@ class Catalogue:
         versions: Iterable[tuple[int, int, Mapping[str, Any]]],
         tags: Mapping[str, int],
         after: int = 0,
+        removed: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Be the catalogue of a store of which this had copies, under their serials as numbers.
 
@@ -310,6 +319,7 @@ class Catalogue:
                 serials than any that the store can have had.
             tags: the store's tags.
             after: the store's ``after``.
+            removed: see ``removed``.
         """
         self._give_up(list(self.open.values()))
         self.name, self.keep = name, keep
@@ -326,7 +336,10 @@ class Catalogue:
             version.metadata = dict(metadata)
         self.whole = {version.number: version for version in there}
         self.tags = {tag: number for tag, number in tags.items() if number in self.whole}
-        self._history = {version.number: version.serial for version in there}
+        self._history = dict(removed)
+        for number, _ in listed.values():
+            self._history.pop(number, None)  # if it is not here, it may be put again
+        self._history |= {version.number: version.serial for version in there}
         self.after = (max([after, *listed]) // _MOST_SERIALS + 1) * _MOST_SERIALS
         self._serials = itertools.count(self.after + 1)
         self._remove_old()

@@ -78,6 +78,9 @@ class Handle:
         home: the worker on which the store was made.
         answer: what the keeper has described.
         admits: whether workers know each other only through the store.
+
+    Attributes:
+        at: the incarnation of the worker that keeps it.
     """
 
     def __init__(self, agent: Agent, name: str, on: str, home: str, answer: Any, *, admits: bool) -> None:
@@ -86,7 +89,7 @@ class Handle:
         self.on = on
         self.home = home
         self.id, host, process, self.copies = answer
-        self._at = agent.group.peers.find(on).incarnation
+        self.at = agent.group.peers.find(on).incarnation
         self._process: int | None = process if host == host_identity() and AVAILABLE else None
         """The keeper's process, whose memory this one can map."""
         self._has_mapped = False
@@ -218,11 +221,15 @@ class Handle:
     # ---- reading
 
     @contextlib.contextmanager
-    def leased(self, wanted: Wanted, used: Callable[[], bool] = lambda: False) -> Iterator[Held]:
-        """Have a lease of a version inside the block; ``used``: whether its memory is used after it."""
+    def leased(
+        self, wanted: Wanted, used: Callable[[], bool] = lambda: False, *, reads: bool = False
+    ) -> Iterator[Held]:
+        """Have a lease of a version inside the block; ``used``: whether its memory is used after it;
+        ``reads``: whether the store notes that this worker has read it.
+        """
         ticket = new_id()
         try:
-            yield Held.of(ticket, self._wait(wanted, ticket))
+            yield Held.of(ticket, self._wait(wanted, ticket, reads))
         finally:
             self._release(ticket, used)
 
@@ -231,10 +238,10 @@ class Handle:
         with self.leased(wanted) as held:
             return held
 
-    def _wait(self, wanted: Wanted, ticket: int) -> list[Any]:
+    def _wait(self, wanted: Wanted, ticket: int, reads: bool) -> list[Any]:
         version, newer_than = wanted.version, wanted.newer_than
         while True:
-            answer: list[Any] = self.ask("open", version, newer_than, self._who, ticket, wanted.serial)
+            answer: list[Any] = self.ask("open", version, newer_than, self._who, ticket, wanted.serial, reads)
             if answer[0] is not None:
                 return answer
             left = wanted.deadline - monotonic()
@@ -352,12 +359,12 @@ class Handle:
         return member
 
     @contextlib.contextmanager
-    def reading(self, serial: int, copy_id: int) -> Iterator[Reading]:
+    def reading(self, serial: int, copy_id: int) -> Iterator[Reading | None]:
         """See ``copies.Source``."""
         ticket = new_id()
         try:
-            held = Held.of(ticket, self.ask("open_serial", serial, self._who, ticket))
-            yield Reading(self, held, copy_id)
+            answer = self.ask("open_serial", serial, self._who, ticket)
+            yield None if answer is None else Reading(self, Held.of(ticket, answer), copy_id)
         finally:
             self._release(ticket)
 
@@ -413,12 +420,12 @@ class Handle:
 
     def ask(self, what: str, *args: Any, timeout: float = 0.0) -> Any:
         """Call a method of the keeper."""
-        called = self._at, self.id, self.name, what, list(args)
+        called = self.at, self.id, self.name, what, list(args)
         return _called(self.agent, self.on, self.name, ask, called, timeout)
 
     def ask_later(self, what: str, *args: Any) -> Any:
         """Like ``ask``, but return a future."""
-        called = self._at, self.id, self.name, what, list(args)
+        called = self.at, self.id, self.name, what, list(args)
         return self.agent.call_async(self.on, ask, called, {}, 0.0)
 
 

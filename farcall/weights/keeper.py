@@ -31,7 +31,7 @@ from farcall.weights.replication import Listing, SecondCopy
 from farcall.weights.segments import Segments
 from farcall.weights.versions import Lease, Version, Who
 from rpc.agent.agent import Agent
-from rpc.errors import NoMemoryError, WorkerLostError
+from rpc.errors import NoMemoryError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.rendezvous.address import host_identity
 
@@ -116,7 +116,8 @@ class Keeper:
     def _listing(self) -> Listing:
         whole = self._catalogue.whole.values()
         versions = [[each.number, each.serial, each.metadata] for each in whole]
-        return Listing(self._catalogue.keep, versions, dict(self._catalogue.tags), self._catalogue.after)
+        catalogue = self._catalogue
+        return Listing(catalogue.keep, versions, dict(catalogue.tags), catalogue.after, catalogue.removed())
 
     # ---- writers
 
@@ -231,24 +232,29 @@ class Keeper:
         who: list[Any],
         ticket: int,
         serial: int | None = None,
+        reads: bool = False,
     ) -> list[Any]:
         """Return a version, which the caller has a lease of from now on; or a state that ``wait`` waits to
-        change, and why there is no such version. ``serial``: see ``Catalogue.find``.
+        change, and why there is no such version. ``serial``: see ``Catalogue.find``; ``reads``:
+        whether the caller is noted as a reader of it.
         """
         with self._changing():
             version = self._catalogue.find(number, newer_than, serial)
             if version is None:
                 return [None, self._state, self._why(number)]
             opened = self._leased(version, Lease(Who(*who), ticket))
-            self._figures.has_read(who[0], version.serial)
+            if reads:
+                self._figures.has_read(who[0], version.serial)
             return opened
 
-    def open_serial(self, serial: int, who: list[Any], ticket: int) -> list[Any]:
-        """Return the version that became whole as the ``serial``-th, as ``open`` does, for a host's copy."""
+    def open_serial(self, serial: int, who: list[Any], ticket: int) -> list[Any] | None:
+        """Return the version that became whole as the ``serial``-th, as ``open`` does, for a host's copy;
+        None if it is gone.
+        """
         with self._changing():
             version = self._catalogue.by_serial(serial)
             if version is None:
-                raise WeightsError(f"store '{self.name}' has that version no longer")
+                return None
             return self._leased(version, Lease(Who(*who), ticket))
 
     def _leased(self, version: Version, lease: Lease) -> list[Any]:
@@ -402,7 +408,7 @@ class Keeper:
         """
         with self._lock:
             if self._closed:
-                raise WorkerLostError(f"the worker that keeps store '{self.name}' is leaving its group")
+                raise self._closed_error()
             catalogue = self._catalogue
             before, open_before = list(catalogue.whole.values()), set(catalogue.open)
             tags = dict(catalogue.tags)
@@ -421,6 +427,9 @@ class Keeper:
                 if (after != before or is_tagged) and self._second is not None:
                     self._second.update(self._listing())
 
+    def _closed_error(self) -> RpcError:
+        return WorkerLostError(f"the worker that keeps store '{self.name}' is leaving its group")
+
     def _tensor(self, version: Version, name: str, memory: Sequence[int] | None = None) -> Tensor:
         """Return a tensor of a version; ``memory``: that it lies in, if the version has left it."""
         if name not in version.assembly.layout.entries:
@@ -432,7 +441,12 @@ class Keeper:
         who = Who(peer.member.name, peer.incarnation)
         if self._second is not None:
             self._second.lost(peer.incarnation)
-        with contextlib.suppress(WorkerLostError), self._changing():  # raised after ``close``
+        # not on the loop's thread: the lock is held while parts of a version are copied
+        self._run_soon([(self._lose, (who, reason))])
+
+    def _lose(self, lost: tuple[Who, str]) -> None:
+        who, reason = lost
+        with contextlib.suppress(WorkerLostError, WeightsError), self._changing():  # raised after ``close``
             incomplete = self._catalogue.lost(who)
             self._answer([lease for lease in self._waiting if lease.holder == who])
             if incomplete:
@@ -447,6 +461,7 @@ class Keeper:
             if self._closed:
                 return
             self._closed = True
+            self.agent.lifecycle.hooks.gone.remove(self._peer_gone)
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             future.set_result(self._state)
