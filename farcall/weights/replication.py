@@ -113,7 +113,7 @@ class SecondCopy:
         """The versions have changed."""
         with self._lock:
             self._listing = listing
-            self._forgive()
+            self._retry_failed()
         self._go_on()
 
     def lost(self, incarnation: int) -> None:
@@ -122,7 +122,7 @@ class SecondCopy:
             self._offers.pop(incarnation, None)
             self._has.pop(incarnation, None)
             self._failed.discard(incarnation)
-            self._forgive()
+            self._retry_failed()
         self._go_on()
 
     def is_whole(self) -> bool:
@@ -148,7 +148,7 @@ class SecondCopy:
 
     # ---- inside
 
-    def _forgive(self) -> None:
+    def _retry_failed(self) -> None:
         """If all have failed, ask them again."""
         if self._failed.issuperset(self._offers):
             self._failed.clear()
@@ -160,7 +160,7 @@ class SecondCopy:
             far = self._offers[incarnation].host != self._host
             return far, incarnation == self._chosen, self._has.get(incarnation, (0, _NOTHING))[1]
 
-        return max(self._offers.keys() - self._failed, key=rank, default=None)
+        return max((each for each in self._offers if each not in self._failed), key=rank, default=None)
 
     def _go_on(self) -> None:
         """Choose a worker, send it what it lacks, and complete the waits that have an answer."""
