@@ -18,7 +18,7 @@ from typing import Any, Final
 from farcall.weights.assembly import Assembly, Declared
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Spec
-from farcall.weights.versions import Freed, Lease, State, Version, Who, check_tag, checked_metadata
+from farcall.weights.versions import Freed, Lease, State, Version, Who, Writer, check_tag, checked_metadata
 
 __all__ = ["MOST_PARTS", "MOST_TAGS", "Catalogue"]
 
@@ -33,6 +33,9 @@ _MOST_OPEN: Final = 2
 
 _MOST_SERIALS: Final = 1 << 40
 """More versions than one keeper of a store ever has."""
+
+_MOST_REMOVED: Final = 4096
+"""Maximum number of removed versions that a second copy is told of."""
 
 _REMEMBERED: Final = 1 << 16
 """Maximum number of versions, and of lost workers, that are remembered after they are gone."""
@@ -71,10 +74,18 @@ class Catalogue:
     # ---- writers
 
     def begin(
-        self, number: int, part: int, parts: int, specs: Mapping[str, Spec], blocks: Declared, who: Who
+        self,
+        number: int,
+        part: int,
+        parts: int,
+        specs: Mapping[str, Spec],
+        blocks: Declared,
+        who: Who,
+        put: int = 0,
     ) -> tuple[Version, list[int]]:
         """Declare a part of a version. Returns the version, and the sizes of memory that is to be added to
-        its ``memory`` before the next call. If the version is whole already, it has this very part.
+        its ``memory`` before the next call. If the version is whole already, it has this very part. ``put``
+        tells apart the puts of one worker.
 
         A worker that was lost may still live, and write to the memory that it knows. If a part is declared
         again after such a loss, the version has other memory from then on. The other parts are to be copied
@@ -102,7 +113,7 @@ class Catalogue:
             raise WeightsError(f"version {number} of store '{self.name}': {error}") from None
         if not version.whole:
             self.open[number] = version
-            if version.declare(part, who):
+            if version.declare(part, Writer(who, put)):
                 sizes = list(version.assembly.layout.sizes)
         return version, sizes
 
@@ -146,11 +157,11 @@ class Catalogue:
         if not version.parts:
             self._end(self.open.pop(version.number))
 
-    def check_open(self, number: int, part: int, who: Who) -> Version:
+    def check_open(self, number: int, part: int, who: Who, put: int = 0) -> Version:
         """Return the open version that a worker writes a part of.
 
         Raises:
-            WeightsError: it was given up, or another worker writes that part by now.
+            WeightsError: it was given up, or this put has not begun that part.
         """
         self._check_alive(who)
         version = self.open.get(number)
@@ -159,18 +170,30 @@ class Catalogue:
                 f"version {number} of store '{self.name}' was given up before part {part} was written, as "
                 "another version became whole, or it was dropped"
             )
-        if part not in version.parts or who not in version.parts[part].writers:
+        if part not in version.parts or Writer(who, put) not in version.parts[part].writers:
             raise WeightsError(
                 f"worker '{who.name}' has not begun part {part} of version {number} of store '{self.name}'"
             )
         return version
 
-    def written(self, number: int, part: int, who: Who, metadata: Mapping[str, Any] | None = None) -> bool:
+    def written(
+        self, number: int, part: int, who: Who, metadata: Mapping[str, Any] | None = None, put: int = 0
+    ) -> bool:
         """Note that a part has been written; returns whether the version is whole now."""
-        version = self.check_open(number, part, who)
+        version = self.check_open(number, part, who, put)
         version.metadata = checked_metadata({**version.metadata, **(metadata or {})})
-        version.parts[part].writers[who] = True
+        version.parts[part].writers[Writer(who, put)] = True
         return self._complete(version)
+
+    def failed(self, number: int, part: int, who: Who, put: int) -> None:
+        """Note that a put has ended with an error: its part has to be put again. One that is not under way is
+        ignored.
+        """
+        version = self.open.get(number)
+        there = None if version is None else version.parts.get(part)
+        writer = Writer(who, put)
+        if there is not None and writer in there.writers:
+            there.writers[writer] = None
 
     def _complete(self, version: Version) -> bool:
         """Make a version whole if all its parts have been written."""
@@ -241,6 +264,11 @@ class Catalogue:
         is_newer = newest.number > newer_than if serial is None else newest.serial > serial
         return newest if is_newer else None
 
+    def removed(self) -> list[list[int]]:
+        """Return numbers and serials of the last versions that there were, and are not any more."""
+        last = itertools.islice(reversed(self._history.items()), _MOST_REMOVED)
+        return [[*each] for each in last if each[0] not in self.whole][::-1]
+
     def by_serial(self, serial: int) -> Version | None:
         """Return a version that readers can have, or have a lease of, by its place in the order."""
         return next((version for version in self.there() if version.serial == serial), None)
@@ -280,6 +308,7 @@ class Catalogue:
         versions: Iterable[tuple[int, int, Mapping[str, Any]]],
         tags: Mapping[str, int],
         after: int = 0,
+        removed: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Be the catalogue of a store of which this had copies, under their serials as numbers.
 
@@ -290,6 +319,7 @@ class Catalogue:
                 serials than any that the store can have had.
             tags: the store's tags.
             after: the store's ``after``.
+            removed: see ``removed``.
         """
         self._give_up(list(self.open.values()))
         self.name, self.keep = name, keep
@@ -306,7 +336,10 @@ class Catalogue:
             version.metadata = dict(metadata)
         self.whole = {version.number: version for version in there}
         self.tags = {tag: number for tag, number in tags.items() if number in self.whole}
-        self._history = {version.number: version.serial for version in there}
+        self._history = dict(removed)
+        for number, _ in listed.values():
+            self._history.pop(number, None)  # if it is not here, it may be put again
+        self._history |= {version.number: version.serial for version in there}
         self.after = (max([after, *listed]) // _MOST_SERIALS + 1) * _MOST_SERIALS
         self._serials = itertools.count(self.after + 1)
         self._remove_old()

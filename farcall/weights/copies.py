@@ -33,6 +33,7 @@ from farcall.weights.pieces import batches, box_to_wire, wholes
 from farcall.weights.replication import Listing
 from farcall.weights.versions import Lease, Who
 from rpc.agent.agent import Agent
+from rpc.errors import RpcError
 
 __all__ = ["Arrival", "Copy", "Reading", "Source"]
 
@@ -121,15 +122,24 @@ class Reading(Protocol):
 
 
 class Source(Protocol):
-    """The store, as its copy uses it: a handle of this process. ``home``: the worker on which it was made."""
+    """The store, as its copy uses it: a handle of this process.
+
+    Attributes:
+        home: the worker on which it was made.
+        at: the incarnation of the worker that keeps it.
+    """
 
     home: str
+    at: int
 
     def is_there(self) -> bool:
         """Whether the store's worker has it still."""
 
-    def reading(self, serial: int, copy_id: int) -> contextlib.AbstractContextManager[Reading]:
-        """Have a lease of a version inside the block."""
+    def reading(self, serial: int, copy_id: int) -> contextlib.AbstractContextManager[Reading | None]:
+        """Have a lease of a version inside the block; None: the store has it no longer."""
+
+    def end_copy(self) -> None:
+        """Keep the copy no longer."""
 
 
 class Copy(Keeper):
@@ -162,25 +172,44 @@ class Copy(Keeper):
 
     @property
     def newest(self) -> int | None:
-        """The serial of the newest version of this second copy, 0 without one; None if it is none."""
-        return None if self._listing_here is None or self.ended else max(self.versions(), default=0)
+        """The serial of the newest version of this second copy, 0 without one; None if it is none. Others
+        that readers have brought do not count.
+        """
+        listing = self._listing_here
+        if listing is None:
+            return None
+        listed = {serial for _, serial, _ in listing.versions}
+        return max(listed.intersection(self.versions()), default=0)
 
     # ---- a host's copy
+
+    def _lose(self, lost: tuple[Who, str]) -> None:
+        super()._lose(lost)
+        if lost[0].incarnation == self.source_store.at and self._listing_here is None and not self.ended:
+            self.source_store.end_copy()  # versions of a new store would have other serials
 
     def bring(self, serial: int, who: list[Any], ticket: int) -> list[Any]:
         """Get a version unless it is here, and return it as ``open`` does, with a lease."""
         with self._bringing:
+            self._check_not_ended()
             if self._listing_here is not None:  # an older one must not take the place of one that is listed
                 self.describe(len({*self.versions(), serial}))
-            self._get(serial)
+            if not self._get(serial):
+                raise WeightsError(f"store '{self.name}' has that version no longer")
             return self.open(serial, None, who, ticket)
 
-    def _get(self, serial: int) -> None:
+    def _check_not_ended(self) -> None:
         if self.ended:
             raise WeightsError("this copy is the store itself by now")
+
+    def _get(self, serial: int) -> bool:
+        """Get a version unless it is here; returns whether the store has it still."""
         if serial not in self.versions():
             with self.source_store.reading(serial, self.id) as version:
+                if version is None:
+                    return False
                 self._bring(serial, version)
+        return True
 
     def _bring(self, serial: int, version: Reading) -> None:
         tensors = [
@@ -203,7 +232,7 @@ class Copy(Keeper):
                     delta.apply(gaps, bits, new[name])
             self.written(serial, 0, own)
         except Exception as error:
-            del self._arrivals[serial]
+            self._arrivals.pop(serial, None)
             arrival.fail(error)
             raise
         arrival.finish()
@@ -232,32 +261,40 @@ class Copy(Keeper):
 
     # ---- the second copy
 
-    def follow(self, *listed: Any) -> None:
-        """Have the versions of a listing, and no others. ``keep`` of them stay, besides those with tags."""
+    def follow(self, *listed: Any) -> int:
+        """Have the versions of a listing, and no others. ``keep`` of them stay, besides those with tags.
+        Those that the store has removed since are passed over: another listing is under way. Returns the
+        serial of the newest one, 0 without one.
+        """
         listing = Listing(*listed)
         with self._bringing:
+            self._check_not_ended()
             # until the later versions are here, the earlier ones count if the keeper is lost
-            self._listing_here = listing.with_earlier(self._listing_here or listing)
+            self._listing_here = listing.with_earlier(self._listing_here or listing, self.versions())
             serials = [serial for _, serial, _ in listing.versions]
             self.describe(max(listing.keep, len(serials)))
             here = self.versions()
             others = [each for each in here if each not in serials]
-            base = others[-1:] if len(others) == len(here) else []  # what has changed since it is less
-            for serial in others[: len(others) - len(base)]:
-                self.drop(serial)
+            base = []  # it stays meanwhile, and what has changed since it is less
+            if others and len(others) == len(here):
+                base.append(self.newest or others[-1])
+            for serial in others:
+                if serial not in base:
+                    self.drop(serial)
             for serial in serials:
                 self._get(serial)
             for serial in base:
                 if serial in self.versions():
                     self.drop(serial)
             self._listing_here = listing
+            return self.newest or 0
 
     def release_copy(self) -> None:
         """Keep no second copy any more: the memory is free, except what readers have leases of."""
         with self._bringing:
             if self.ended:
                 return
-            self._listing_here = None
+            self._listing_here, self._arrivals = None, {}
             with self._changing():
                 self._keep = self._catalogue.keep = 1
                 for serial in list(self._catalogue.whole):
@@ -271,9 +308,19 @@ class Copy(Keeper):
             if listing is None:
                 raise WeightsError(f"this process has no copy of store '{self.name}' any more")
             node_of(self.agent).add(self.source_store.home, self)  # calls wait for the lock from now on
-            self.ended = True
+            self.ended, self._listing_here, self._arrivals = True, None, {}
             self._keep = listing.keep
             self._catalogue.take_over(self.name, *listing)
+
+    def _closed_error(self) -> RpcError:
+        if self.ended:
+            return super()._closed_error()
+        return WeightsError(f"this process has no copy of store '{self.name}' any more")
+
+    def close(self) -> None:
+        """Release all memory."""
+        super().close()
+        self._arrivals.clear()  # their blocks use it
 
     def observed(self) -> dict[str, Any]:
         """Return what the observer shows. The numbers of a copy's versions are not those of the store."""

@@ -78,6 +78,9 @@ class Handle:
         home: the worker on which the store was made.
         answer: what the keeper has described.
         admits: whether workers know each other only through the store.
+
+    Attributes:
+        at: the incarnation of the worker that keeps it.
     """
 
     def __init__(self, agent: Agent, name: str, on: str, home: str, answer: Any, *, admits: bool) -> None:
@@ -86,7 +89,7 @@ class Handle:
         self.on = on
         self.home = home
         self.id, host, process, self.copies = answer
-        self._at = agent.group.peers.find(on).incarnation
+        self.at = agent.group.peers.find(on).incarnation
         self._process: int | None = process if host == host_identity() and AVAILABLE else None
         """The keeper's process, whose memory this one can map."""
         self._has_mapped = False
@@ -150,21 +153,19 @@ class Handle:
             [name, spec.dtype, list(spec.shape), [box_to_wire(piece.box) for piece in pieces[name]]]
             for name, spec in specs.items()
         ]
-        answer = self._begin(number, list(part), tensors)
-        if answer is None:
-            self._check_same(number, pieces)
-            whole = True
-        else:
-            wire, segments, live, writes = answer
-            chosen = {name: {box_from_wire(box) for box in boxes} for name, boxes in writes}
-            mine = {name: [each for each in pieces[name] if each.box in own] for name, own in chosen.items()}
-            mapped = self.mapped(segments, live, Access.WRITE)
-            if mapped is None:
-                self._send(number, part[0], mine)
+        put = new_id()
+        try:
+            answer = self._begin(number, list(part), tensors, put)
+            if answer is None:
+                self._check_same(number, pieces)
+                whole = True
             else:
-                for _, local, block in blocks_of(Layout.from_wire(wire), mapped, mine):
-                    block.copy_(local)
-            whole = bool(self.ask("written", number, part[0], self._who, metadata))
+                self._write(number, part[0], pieces, answer, put)
+                whole = bool(self.ask("written", number, part[0], self._who, metadata, put))
+        except BaseException:
+            with contextlib.suppress(RpcError):  # the worker is gone, and the version with it
+                self.ask("failed", number, part[0], self._who, put)
+            raise
         if whole and self.copies > 1:
             while True:
                 with contextlib.suppress(RpcTimeoutError):
@@ -172,23 +173,37 @@ class Handle:
                     break
         return whole
 
-    def _begin(self, number: int, part: list[int], tensors: list[Any]) -> Any:
+    def _begin(self, number: int, part: list[int], tensors: list[Any], put: int) -> Any:
         """Declare a part; waits while other writers have not finished earlier versions."""
         deadline = monotonic() + _OTHERS_SECONDS
         while True:
             left = deadline - monotonic()
-            answer = self.ask("begin", number, part, tensors, self._who, left <= 0)
+            answer = self.ask("begin", number, part, tensors, self._who, left <= 0, put)
             if not isinstance(answer, int):
                 return answer
             self._wait_for_change(answer, left)
 
-    def _send(self, number: int, part: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
+    def _write(
+        self, number: int, part: int, pieces: Mapping[str, Sequence[Piece]], begun: list[Any], put: int
+    ) -> None:
+        """Write the blocks that ``begin`` has asked for."""
+        wire, segments, live, writes = begun
+        chosen = {name: {box_from_wire(box) for box in boxes} for name, boxes in writes}
+        mine = {name: [each for each in pieces[name] if each.box in own] for name, own in chosen.items()}
+        mapped = self.mapped(segments, live, Access.WRITE)
+        if mapped is None:
+            self._send(number, part, mine, put)
+            return
+        for _, local, block in blocks_of(Layout.from_wire(wire), mapped, mine):
+            block.copy_(local)
+
+    def _send(self, number: int, part: int, pieces: Mapping[str, Sequence[Piece]], put: int) -> None:
         """Send the blocks of a part to another host."""
 
         def call(batch: Batch) -> Any:
             blocks = [[name, box_to_wire(box)] for name, box, _ in batch]
             data = [local.cpu().contiguous() for *_, local in batch]
-            return self.ask_later("write", number, part, self._who, blocks, data)
+            return self.ask_later("write", number, part, self._who, blocks, data, put)
 
         for _ in in_window(call, batches(pieces)):
             pass
@@ -206,11 +221,15 @@ class Handle:
     # ---- reading
 
     @contextlib.contextmanager
-    def leased(self, wanted: Wanted, used: Callable[[], bool] = lambda: False) -> Iterator[Held]:
-        """Have a lease of a version inside the block; ``used``: whether its memory is used after it."""
+    def leased(
+        self, wanted: Wanted, used: Callable[[], bool] = lambda: False, *, reads: bool = False
+    ) -> Iterator[Held]:
+        """Have a lease of a version inside the block; ``used``: whether its memory is used after it;
+        ``reads``: whether the store notes that this worker has read it.
+        """
         ticket = new_id()
         try:
-            yield Held.of(ticket, self._wait(wanted, ticket))
+            yield Held.of(ticket, self._wait(wanted, ticket, reads))
         finally:
             self._release(ticket, used)
 
@@ -219,10 +238,10 @@ class Handle:
         with self.leased(wanted) as held:
             return held
 
-    def _wait(self, wanted: Wanted, ticket: int) -> list[Any]:
+    def _wait(self, wanted: Wanted, ticket: int, reads: bool) -> list[Any]:
         version, newer_than = wanted.version, wanted.newer_than
         while True:
-            answer: list[Any] = self.ask("open", version, newer_than, self._who, ticket, wanted.serial)
+            answer: list[Any] = self.ask("open", version, newer_than, self._who, ticket, wanted.serial, reads)
             if answer[0] is not None:
                 return answer
             left = wanted.deadline - monotonic()
@@ -340,12 +359,12 @@ class Handle:
         return member
 
     @contextlib.contextmanager
-    def reading(self, serial: int, copy_id: int) -> Iterator[Reading]:
+    def reading(self, serial: int, copy_id: int) -> Iterator[Reading | None]:
         """See ``copies.Source``."""
         ticket = new_id()
         try:
-            held = Held.of(ticket, self.ask("open_serial", serial, self._who, ticket))
-            yield Reading(self, held, copy_id)
+            answer = self.ask("open_serial", serial, self._who, ticket)
+            yield None if answer is None else Reading(self, Held.of(ticket, answer), copy_id)
         finally:
             self._release(ticket)
 
@@ -401,12 +420,12 @@ class Handle:
 
     def ask(self, what: str, *args: Any, timeout: float = 0.0) -> Any:
         """Call a method of the keeper."""
-        called = self._at, self.id, self.name, what, list(args)
+        called = self.at, self.id, self.name, what, list(args)
         return _called(self.agent, self.on, self.name, ask, called, timeout)
 
     def ask_later(self, what: str, *args: Any) -> Any:
         """Like ``ask``, but return a future."""
-        called = self._at, self.id, self.name, what, list(args)
+        called = self.at, self.id, self.name, what, list(args)
         return self.agent.call_async(self.on, ask, called, {}, 0.0)
 
 

@@ -31,7 +31,7 @@ from farcall.weights.replication import Listing, SecondCopy
 from farcall.weights.segments import Segments
 from farcall.weights.versions import Lease, Version, Who
 from rpc.agent.agent import Agent
-from rpc.errors import NoMemoryError, WorkerLostError
+from rpc.errors import NoMemoryError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.rendezvous.address import host_identity
 
@@ -58,8 +58,9 @@ class Keeper:
     """
 
     asked: ClassVar[frozenset[str]] = frozenset({
-        "begin", "changes", "copied", "copy_at", "describe", "drop", "give_up", "metadata", "offer", "open",
-        "open_serial", "read", "release", "source", "tag", "usage", "versions", "wait", "write", "written",
+        "begin", "changes", "copied", "copy_at", "describe", "drop", "failed", "give_up", "metadata", "offer",
+        "open", "open_serial", "read", "release", "source", "tag", "usage", "versions", "wait", "write",
+        "written",
     })  # fmt: skip
 
     def __init__(self, name: str, agent: Agent) -> None:
@@ -115,17 +116,24 @@ class Keeper:
     def _listing(self) -> Listing:
         whole = self._catalogue.whole.values()
         versions = [[each.number, each.serial, each.metadata] for each in whole]
-        return Listing(self._catalogue.keep, versions, dict(self._catalogue.tags), self._catalogue.after)
+        catalogue = self._catalogue
+        return Listing(catalogue.keep, versions, dict(catalogue.tags), catalogue.after, catalogue.removed())
 
     # ---- writers
 
     def begin(
-        self, number: int, part: list[int], tensors: list[list[Any]], who: list[Any], insist: bool
+        self,
+        number: int,
+        part: list[int],
+        tensors: list[list[Any]],
+        who: list[Any],
+        insist: bool,
+        put: int = 0,
     ) -> list[Any] | int | None:
         """Declare a part of a version. Returns the layout, its segments, all segments that there are, and for
         each tensor the blocks that the caller has to write; None if the version is whole, and has this part;
         or a state that ``wait`` waits to change, since other versions have to become whole before. With
-        ``insist`` they are given up instead.
+        ``insist`` they are given up instead. ``put`` tells apart the puts of one worker.
         """
         specs: dict[str, Spec] = {}
         blocks: dict[str, list[Box]] = {}
@@ -137,7 +145,7 @@ class Keeper:
             with self._changing():
                 if not self._catalogue.make_room(number, Who(*who), insist=insist):
                     return self._state
-                version, sizes = self._catalogue.begin(number, index, count, specs, blocks, Who(*who))
+                version, sizes = self._catalogue.begin(number, index, count, specs, blocks, Who(*who), put)
                 if version.whole:
                     return None
             if sizes:
@@ -146,7 +154,7 @@ class Keeper:
                 writes = version.assembly.writes(index)
                 return [
                     version.assembly.layout.to_wire(),
-                    self._segments.described(version.memory),
+                    self._segments.described(version.memory_of(index)),
                     self._segments.live,
                     [[name, [box_to_wire(box) for box in boxes]] for name, boxes in writes.items() if boxes],
                 ]
@@ -168,11 +176,17 @@ class Keeper:
             self._catalogue.grow(version, memory)
 
     def write(
-        self, number: int, part: int, who: list[Any], blocks: list[list[Any]], data: list[Tensor]
+        self,
+        number: int,
+        part: int,
+        who: list[Any],
+        blocks: list[list[Any]],
+        data: list[Tensor],
+        put: int = 0,
     ) -> None:
         """Write blocks of a part, for a writer of another host."""
         with self._lock:
-            version = self._catalogue.check_open(number, part, Who(*who))
+            version = self._catalogue.check_open(number, part, Who(*who), put)
             targets = [self._tensor(version, name, version.memory_of(part)) for name, _ in blocks]
             writes = version.assembly.writes(part)
             self._figures.received += sum(each.nbytes for each in data)
@@ -182,15 +196,22 @@ class Keeper:
                 raise WeightsError(f"a block of {name!r} does not belong to part {part} of version {number}")
             where.of(target).copy_(local)
 
-    def written(self, number: int, part: int, who: list[Any], metadata: dict[str, Any] | None = None) -> bool:
+    def written(
+        self, number: int, part: int, who: list[Any], metadata: dict[str, Any] | None = None, put: int = 0
+    ) -> bool:
         """A part has been written; returns whether the version is whole now."""
         with self._changing():
-            whole = self._catalogue.written(number, part, Who(*who), metadata)
+            whole = self._catalogue.written(number, part, Who(*who), metadata, put)
             if whole:
                 version = self._catalogue.whole[number]
                 version.since = monotonic()
                 self._copy_earlier(version)
             return whole
+
+    def failed(self, number: int, part: int, who: list[Any], put: int) -> None:
+        """A put of a part has ended with an error."""
+        with self._lock:
+            self._catalogue.failed(number, part, Who(*who), put)
 
     def _copy_earlier(self, version: Version) -> None:
         """Copy the parts of a version that lie in memory that it has left, before anyone sees it."""
@@ -211,24 +232,29 @@ class Keeper:
         who: list[Any],
         ticket: int,
         serial: int | None = None,
+        reads: bool = False,
     ) -> list[Any]:
         """Return a version, which the caller has a lease of from now on; or a state that ``wait`` waits to
-        change, and why there is no such version. ``serial``: see ``Catalogue.find``.
+        change, and why there is no such version. ``serial``: see ``Catalogue.find``; ``reads``:
+        whether the caller is noted as a reader of it.
         """
         with self._changing():
             version = self._catalogue.find(number, newer_than, serial)
             if version is None:
                 return [None, self._state, self._why(number)]
             opened = self._leased(version, Lease(Who(*who), ticket))
-            self._figures.has_read(who[0], version.serial)
+            if reads:
+                self._figures.has_read(who[0], version.serial)
             return opened
 
-    def open_serial(self, serial: int, who: list[Any], ticket: int) -> list[Any]:
-        """Return the version that became whole as the ``serial``-th, as ``open`` does, for a host's copy."""
+    def open_serial(self, serial: int, who: list[Any], ticket: int) -> list[Any] | None:
+        """Return the version that became whole as the ``serial``-th, as ``open`` does, for a host's copy;
+        None if it is gone.
+        """
         with self._changing():
             version = self._catalogue.by_serial(serial)
             if version is None:
-                raise WeightsError(f"store '{self.name}' has that version no longer")
+                return None
             return self._leased(version, Lease(Who(*who), ticket))
 
     def _leased(self, version: Version, lease: Lease) -> list[Any]:
@@ -382,7 +408,7 @@ class Keeper:
         """
         with self._lock:
             if self._closed:
-                raise WorkerLostError(f"the worker that keeps store '{self.name}' is leaving its group")
+                raise self._closed_error()
             catalogue = self._catalogue
             before, open_before = list(catalogue.whole.values()), set(catalogue.open)
             tags = dict(catalogue.tags)
@@ -401,6 +427,9 @@ class Keeper:
                 if (after != before or is_tagged) and self._second is not None:
                     self._second.update(self._listing())
 
+    def _closed_error(self) -> RpcError:
+        return WorkerLostError(f"the worker that keeps store '{self.name}' is leaving its group")
+
     def _tensor(self, version: Version, name: str, memory: Sequence[int] | None = None) -> Tensor:
         """Return a tensor of a version; ``memory``: that it lies in, if the version has left it."""
         if name not in version.assembly.layout.entries:
@@ -412,7 +441,12 @@ class Keeper:
         who = Who(peer.member.name, peer.incarnation)
         if self._second is not None:
             self._second.lost(peer.incarnation)
-        with contextlib.suppress(WorkerLostError), self._changing():  # raised after ``close``
+        # not on the loop's thread: the lock is held while parts of a version are copied
+        self._run_soon([(self._lose, (who, reason))])
+
+    def _lose(self, lost: tuple[Who, str]) -> None:
+        who, reason = lost
+        with contextlib.suppress(WorkerLostError, WeightsError), self._changing():  # raised after ``close``
             incomplete = self._catalogue.lost(who)
             self._answer([lease for lease in self._waiting if lease.holder == who])
             if incomplete:
@@ -427,6 +461,7 @@ class Keeper:
             if self._closed:
                 return
             self._closed = True
+            self.agent.lifecycle.hooks.gone.remove(self._peer_gone)
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             future.set_result(self._state)

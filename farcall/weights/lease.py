@@ -49,7 +49,7 @@ class Lease(Mapping[str, Tensor]):
             def used() -> bool:
                 return any(each() is not None for each in memory)
 
-            held = stack.enter_context(handle.leased(wanted, used))
+            held = stack.enter_context(handle.leased(wanted, used, reads=True))
             view = handle.view(held, Access.COPY, stack, used)
             if view is None:
                 layout = held.layout

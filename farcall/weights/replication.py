@@ -2,9 +2,10 @@
 
 Workers that open a store with ``copies=2`` offer to keep its second copy. The keeper chooses one, rather one
 of another host, and sends it the list of versions, again whenever that changes; the worker's answer says that
-it has them. One such call is under way at a time. If the worker is lost or fails, another one is chosen. If
-one of another host offers later, it is chosen as well, and those that had versions before are released once
-the new one has all. If the keeper dies, the one that has the newest version takes over.
+it has them. One such call is under way at a time. If the worker is lost or fails, another one is chosen; if
+all have failed, they are asked again for the next versions. If one of another host offers later, it is chosen
+as well, and those that had versions before are released once the new one has all. If the keeper dies, the one
+that has the newest version takes over.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Container, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -31,23 +33,27 @@ _NOTHING: Final = -1
 
 class Listing(NamedTuple):
     """What a second copy is to have: how many versions stay; number, serial and metadata of each, in order;
-    the tags; and the serial after which those of this keeper begin.
+    the tags; the serial after which those of this keeper begin; and numbers and serials of versions that the
+    store had before.
     """
 
     keep: int
     versions: list[Any]
     tags: dict[str, int]
     after: int
+    removed: Sequence[Any] = ()
 
     @property
     def newest(self) -> int:
         """The serial of the newest version; 0 if there is none."""
         return self.versions[-1][1] if self.versions else 0
 
-    def with_earlier(self, earlier: Listing) -> Listing:
-        """Return a listing that has the versions and tags of an earlier one as well."""
+    def with_earlier(self, earlier: Listing, here: Container[int]) -> Listing:
+        """Return a listing that has the tags and those versions of an earlier one as well that are ``here``,
+        by serial.
+        """
         serials = {serial for _, serial, _ in self.versions}
-        others = [each for each in earlier.versions if each[1] not in serials]
+        others = [each for each in earlier.versions if each[1] in here and each[1] not in serials]
         versions = sorted([*others, *self.versions], key=lambda each: each[1])
         return self._replace(versions=versions, tags=earlier.tags | self.tags)
 
@@ -74,7 +80,9 @@ class SecondCopy:
         self._host = host
         self._lock = threading.Lock()
         self._offers: dict[int, Offer] = {}
-        """The workers that have offered, by their incarnation, and may be chosen."""
+        """The workers that have offered, by their incarnation."""
+        self._failed: set[int] = set()
+        """Those that are not chosen: they have failed, and others have not."""
         self._has: dict[int, tuple[int, int]] = {}
         """The workers that have been chosen: their copies, and the serials of the newest versions that these
         have. Those of earlier choices and of failures are released once the chosen one has all.
@@ -91,6 +99,7 @@ class SecondCopy:
         """A worker can keep the copy."""
         with self._lock:
             self._offers[incarnation] = Offer(host, copy)
+            self._failed.discard(incarnation)
         self._go_on()
 
     def on_host(self, host: str) -> tuple[int, int] | None:
@@ -104,6 +113,7 @@ class SecondCopy:
         """The versions have changed."""
         with self._lock:
             self._listing = listing
+            self._retry_failed()
         self._go_on()
 
     def lost(self, incarnation: int) -> None:
@@ -111,6 +121,8 @@ class SecondCopy:
         with self._lock:
             self._offers.pop(incarnation, None)
             self._has.pop(incarnation, None)
+            self._failed.discard(incarnation)
+            self._retry_failed()
         self._go_on()
 
     def is_whole(self) -> bool:
@@ -120,7 +132,7 @@ class SecondCopy:
 
     def wait(self, serial: int) -> torch.futures.Future[None]:
         """Return a future that is completed once the second copy has a version, or there is no worker that
-        could keep it.
+        has not failed to get it.
         """
         future: torch.futures.Future[None] = torch.futures.Future()
         with self._lock:
@@ -136,6 +148,11 @@ class SecondCopy:
 
     # ---- inside
 
+    def _retry_failed(self) -> None:
+        """If all have failed, ask them again."""
+        if self._failed.issuperset(self._offers):
+            self._failed.clear()
+
     def _choose(self) -> int | None:
         """Return the worker that is to have the copy; it stays, except that one of another host is better."""
 
@@ -143,7 +160,7 @@ class SecondCopy:
             far = self._offers[incarnation].host != self._host
             return far, incarnation == self._chosen, self._has.get(incarnation, (0, _NOTHING))[1]
 
-        return max(self._offers, key=rank, default=None)
+        return max((each for each in self._offers if each not in self._failed), key=rank, default=None)
 
     def _go_on(self) -> None:
         """Choose a worker, send it what it lacks, and complete the waits that have an answer."""
@@ -169,18 +186,18 @@ class SecondCopy:
             soon([(self._send, send)])
 
     def _is_done(self, serial: int) -> bool:
-        """Whether a worker has a version, or all that there are, or no worker could have it."""
+        """Whether a worker has a version, or all that there are, or none is left to choose."""
         needed = min(serial, self._listing.newest)
-        return not self._offers or any(has >= needed for _, has in self._has.values())
+        return self._chosen is None or any(has >= needed for _, has in self._has.values())
 
     def _send(self, send: tuple[int, int, Listing]) -> None:
         chosen, copy, listing = send
         try:
             future = self._call(chosen, copy, "follow", *listing)
         except Exception as error:  # as if the call had failed
-            self._answered(chosen, listing, error)
+            self._answered(chosen, error)
             return
-        future.add_done_callback(lambda done: self._answered(chosen, listing, _error_of(done)))
+        future.add_done_callback(lambda done: self._answered(chosen, _result_of(done)))
 
     def _call(self, incarnation: int, copy: int, what: str, *args: Any) -> Any:
         member = self._agent.group.peers.view.find(incarnation)
@@ -189,33 +206,37 @@ class SecondCopy:
         called = (incarnation, copy, self._name, what, list(args))
         return self._agent.call_async(member.name, ask, called, {}, 0.0)
 
-    def _answered(self, chosen: int, listing: Listing, error: BaseException | None) -> None:
+    def _answered(self, chosen: int, answer: int | Exception) -> None:
+        """``answer``: the serial of the newest version that the worker has, or its error."""
         released: dict[int, tuple[int, int]] = {}
         lifecycle = self._agent.lifecycle
         with self._lock:
             self._under_way = False
-            if error is not None:
-                self._offers.pop(chosen, None)
-                if chosen in self._has:
-                    self._has[chosen] = self._has[chosen][0], _NOTHING
-            elif chosen in self._has:
-                self._has[chosen] = self._has[chosen][0], listing.newest
+            failed = isinstance(answer, Exception)
+            has = _NOTHING if isinstance(answer, Exception) else answer
+            if chosen in self._has:
+                self._has[chosen] = self._has[chosen][0], has
+            if failed:
+                if chosen in self._offers:
+                    self._failed.add(chosen)
                 if chosen == self._chosen:
-                    released = {each: has for each, has in self._has.items() if each != chosen}
-                    self._has = {chosen: self._has[chosen]}
-        if error is not None:
+                    self._chosen = self._sent = None
+            elif chosen in self._has and chosen == self._chosen and has >= self._listing.newest:
+                released = {each: has for each, has in self._has.items() if each != chosen}
+                self._has = {chosen: self._has[chosen]}
+        if failed:
             leaves = self._ended or lifecycle.closed or lifecycle.departure.begun
             level = logging.DEBUG if leaves else logging.WARNING
-            logger.log(level, "the second copy of store '%s' has failed: %s", self._name, error)
+            logger.log(level, "the second copy of store '%s' has failed: %s", self._name, answer)
         for incarnation, (copy, _) in released.items():
             with contextlib.suppress(RpcError, WeightsError):  # it is lost
                 self._call(incarnation, copy, "release_copy")
         self._go_on()
 
 
-def _error_of(future: Any) -> BaseException | None:
+def _result_of(future: Any) -> int | Exception:
     try:
-        future.value()
+        newest: int = future.value()
     except Exception as error:  # any error of the other worker
         return error
-    return None
+    return newest

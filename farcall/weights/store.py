@@ -207,7 +207,7 @@ class Store:
 
         def read(handle: Handle, wanted: Wanted) -> Held:
             with contextlib.ExitStack() as stack:
-                held = stack.enter_context(handle.leased(wanted))
+                held = stack.enter_context(handle.leased(wanted, reads=True))
                 reason = difference(specs, held.layout.specs)
                 if reason is not None:
                     raise WeightsError(f"version {held.number} of store '{self.name}' does not fit: {reason}")

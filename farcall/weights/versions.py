@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from farcall.weights.assembly import Assembly
 from farcall.weights.errors import WeightsError
 
-__all__ = ["Freed", "Lease", "Part", "State", "Version", "Who", "check_tag", "checked_metadata"]
+__all__ = ["Freed", "Lease", "Part", "State", "Version", "Who", "Writer", "check_tag", "checked_metadata"]
 
 _LONGEST_TAG: Final = 256
 """Maximum length of a tag."""
@@ -30,6 +30,13 @@ class Who(NamedTuple):
 
     name: str
     incarnation: Hashable
+
+
+class Writer(NamedTuple):
+    """A put of a part: its worker, and a number that the worker has chosen."""
+
+    who: Who
+    put: int
 
 
 class Lease(NamedTuple):
@@ -68,13 +75,13 @@ class Part:
     """A part of a version that has been declared.
 
     Attributes:
-        writers: its writers, and whether they have finished. The part is written once all of them have: no
-            one writes to a version that is whole.
+        writers: its writers, and whether they have finished; None: with an error. The part is written once
+            all of them have, without one: no one writes to a version that is whole.
         lost: the name of a writer that was lost since the part was declared last.
         memory: the memory that the part lies in, if the version has left that; None: the version's.
     """
 
-    writers: dict[Who, bool] = field(default_factory=dict)
+    writers: dict[Writer, bool | None] = field(default_factory=dict)
     lost: str | None = None
     memory: list[int] | None = None
 
@@ -131,13 +138,16 @@ class Version:
         there = self.parts
         return [each for each in range(self.assembly.parts) if each not in there or not there[each].written]
 
-    def declare(self, part: int, who: Who) -> bool:
-        """Have a part written by one more worker; returns whether the version has other memory now."""
+    def declare(self, part: int, writer: Writer) -> bool:
+        """Have a part written once more, in place of those that have failed; returns whether the version has
+        other memory now.
+        """
         there = self.parts.setdefault(part, Part())
         moves = there.lost is not None and self.tainted
         if moves:
             self._leave_memory()
-        there.writers[who], there.lost = False, None
+        there.writers = {each: done for each, done in there.writers.items() if done is not None}
+        there.writers[writer], there.lost = False, None
         return moves
 
     def _leave_memory(self) -> None:
@@ -156,14 +166,18 @@ class Version:
 
     def begun_by(self, who: Who) -> list[int]:
         """Return the parts that a worker has begun to write, and has not finished."""
-        return [part for part, each in self.parts.items() if each.writers.get(who) is False]
+        return [
+            part
+            for part, each in self.parts.items()
+            if any(not done and writer.who == who for writer, done in each.writers.items())
+        ]
 
     def lose(self, who: Who) -> bool:
         """Note that a worker is lost; returns whether the version misses a part of it now."""
         left = self.begun_by(who)
         for part in left:
             there = self.parts[part]
-            del there.writers[who]
+            there.writers = {each: done for each, done in there.writers.items() if done or each.who != who}
             there.lost, there.memory = who.name, None
         self.tainted |= bool(left)
         return bool(left)

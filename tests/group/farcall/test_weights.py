@@ -338,6 +338,47 @@ def test_a_lost_writer_that_still_lives_changes_no_whole_version(store: Store, o
     assert store.usage()["bytes"] == 128
 
 
+def test_a_part_that_is_put_again_is_written_where_it_lies(store: Store) -> None:
+    """The version has other memory since, as the writer of the other part was lost."""
+    keeper = node_of(cast("Any", current_agent())).stores["worker0", "policy"]
+    stopped, again = Who("stopped", 1), Who("stopped", 2)
+    second = [[3, 0], [3, 10]]
+    assert store.put(1, rows(8, 0), part=(0, 2)) is False
+    keeper.begin(1, [1, 2], [["w", "bfloat16", list(SHAPE), [second]]], list(stopped), insist=False)
+    with keeper._changing():
+        keeper._catalogue.lost(stopped)
+    keeper.begin(1, [1, 2], [["w", "bfloat16", list(SHAPE), [second]]], list(again), insist=False)
+    assert store.put(1, rows(1, 0), part=(0, 2)) is False
+    keeper.write(1, 1, list(again), [["w", second]], [whole(1)[3:]])
+    assert keeper.written(1, 1, list(again)) is True
+    into = empty()
+    store.get({"w": into})
+    assert same(into, whole(1))
+
+
+def test_a_version_is_whole_once_both_puts_of_a_handle_have_ended(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins while the first one writes; it fails the first time."""
+    write, ended = handle_module.Handle._write, list[bool]()
+
+    def fail(*_: Any) -> None:
+        monkeypatch.setattr(handle_module.Handle, "_write", write)
+        raise NoMemoryError("none")
+
+    def write_and_put(self: Any, *args: Any) -> None:
+        monkeypatch.setattr(handle_module.Handle, "_write", fail)
+        with pytest.raises(NoMemoryError):
+            store.put(1, {"w": whole(1)})
+        ended.append(store.put(1, {"w": whole(1)}))
+        write(self, *args)
+
+    monkeypatch.setattr(handle_module.Handle, "_write", write_and_put)
+    assert store.put(1, {"w": whole(1)}) is True
+    assert ended == [False]
+    assert store.versions() == [1]
+
+
 # ---- several workers
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import rpc
 from farcall.weights import Store
 from farcall.weights import handle as handle_module
+from farcall.weights.node import node_of
 from rpc.errors import WorkerLostError
+from rpc.runtime.current import current_agent
 from tests.group.farcall.test_weights import be_far, empty, rows, same, whole
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, current_worker
@@ -101,6 +103,30 @@ def test_the_death_of_the_keeper_is_told(run_workers: RunWorkers) -> None:
     workers[1].wait_for("reading")
     workers[0].kill()
     assert workers[1].result() == "worker0"
+
+
+def lose_the_copy(worker: Worker) -> None:
+    be_far()
+    worker.join()
+    store = Store("policy", on="worker0")
+    into = {"w": empty()}
+    store.get(into)
+    kept = node_of(cast("Any", current_agent())).kept
+    assert len(kept) == 1, "this process keeps its host's copy"
+    worker.report("reading")
+    until(lambda: not kept)
+    with pytest.raises(WorkerLostError):
+        store.get(into)
+    assert same(into["w"], whole(1))
+    rpc.shutdown(graceful=False)
+
+
+def test_copies_of_hosts_end_with_the_worker_of_their_store(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([keep_and_die, lose_the_copy], 2)
+    workers[0].wait_for("ready")
+    workers[1].wait_for("reading")
+    workers[0].kill()
+    workers[1].result()
 
 
 def read_twice_far(worker: Worker) -> bool:

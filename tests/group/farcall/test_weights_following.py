@@ -201,6 +201,10 @@ def test_the_observer_sees_versions_and_who_has_them(store: Store) -> None:
     assert [each.partition(":")[0] for each in versions] == ["  version 1 (best)", "  version 2"]
     assert missing == "  version 3: part 1 of 2 is missing"
     assert store.usage()["readers"] == {"worker0": 1}
+    store.wait()
+    assert store.put(2, whole(2)) is True
+    store.on_new_version(lambda _: None).close()
+    assert store.usage()["readers"] == {"worker0": 1}, "others have read nothing"
     assert store.usage()["ages"].keys() == {1, 2}
     sampled = {
         sample.name: sample.value

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,13 +15,17 @@ import pytest
 import torch
 
 import rpc
-from farcall.weights import WeightsError, successors
+from farcall.weights import WeightsError, replication, successors
 from farcall.weights.copies import Arrival, Copy, Source
+from farcall.weights.keeper import Keeper
 from farcall.weights.layout import Layout, Spec
+from farcall.weights.memory import AVAILABLE
 from farcall.weights.replication import Listing, SecondCopy
+from farcall.weights.versions import Who
 from rpc.agent.agent import Agent
 from rpc.errors import NoMemoryError, WorkerLostError
 from rpc.runtime.current import current_agent
+from tests.support.streams import until
 
 NEAR, FAR, OTHER = 1, 2, 3
 
@@ -51,7 +59,7 @@ class Calls:
         """Answer the first call; returns its function, callee, and the serials that it names."""
         function, callee, serials, future = self.made.pop(0)
         if error is None:
-            future.set_result(None)
+            future.set_result(max(serials, default=0))  # type: ignore[arg-type]
         else:
             future.set_exception(error)  # type: ignore[arg-type]  # as PyTorch means it
         return function, callee, serials
@@ -131,12 +139,72 @@ def test_a_worker_that_failed_releases_its_part_of_a_copy(agent: Calls, second: 
     assert agent.made == []
 
 
+def test_a_worker_that_failed_is_asked_again_for_the_next_version(agent: Calls, second: SecondCopy) -> None:
+    second.offer(NEAR, "here", 10)
+    second.update(listing(1))
+    agent.answer()
+    agent.answer()
+    second.update(listing(1, 2))
+    assert agent.answer(NoMemoryError("none")) == ("follow", NEAR, [1, 2])
+    assert second.wait(2).done(), "no worker is left"
+    assert not second.is_whole()
+    assert agent.made == []
+    second.update(listing(2, 3))
+    waiting = second.wait(3)
+    assert not waiting.done()
+    assert agent.answer() == ("follow", NEAR, [2, 3])
+    assert waiting.done()
+    assert second.is_whole()
+    second.offer(OTHER, "here", 30)
+    second.update(listing(3, 4))
+    agent.answer(NoMemoryError("none"))
+    assert agent.answer() == ("follow", OTHER, [3, 4]), "another one is chosen"
+    assert agent.answer() == ("release_copy", NEAR, [])
+    second.update(listing(4, 5))
+    assert agent.answer() == ("follow", OTHER, [4, 5]), "it stays"
+    second.lost(OTHER)
+    assert agent.answer() == ("follow", NEAR, [4, 5])
+
+
+def test_an_offer_of_a_worker_that_fails_is_taken(
+    agent: Calls, second: SecondCopy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes between the failure and the next choice."""
+    second.update(listing(1))
+    second.offer(NEAR, "here", 10)
+    waiting = second.wait(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(replication.logger, "log", lambda *_: second.offer(NEAR, "here", 10))
+        agent.answer(NoMemoryError("none"))
+    assert agent.answer() == ("follow", NEAR, [1])
+    assert waiting.done()
+
+
+def test_a_put_waits_if_its_version_was_not_there_any_more(agent: Calls, second: SecondCopy) -> None:
+    """A later one took its place while the worker was to get it: the worker has neither."""
+    second.offer(NEAR, "here", 10)
+    agent.answer()
+    second.update(listing(1))
+    waiting = second.wait(1)
+    second.update(listing(2))
+    _, _, _, future = agent.made.pop(0)
+    future.set_result(0)  # type: ignore[arg-type]  # as PyTorch means it
+    assert not waiting.done()
+    agent.answer()
+    assert waiting.done()
+
+
 class Lost:
-    """A store that is lost while its copy gets version 2. Its versions have one tensor."""
+    """A store that is lost while its copy gets version 2; others that are ``gone`` it has no longer. Its
+    versions have one tensor.
+    """
 
     home = "worker0"
+    at = 77
 
-    def __init__(self) -> None:
+    def __init__(self, *gone: int) -> None:
+        self.gone = gone
+        self.end_copy: Any = None
         self.layout = Layout()
         self.layout.add({"w": Spec("float32", (2,))})
 
@@ -144,7 +212,7 @@ class Lost:
     def reading(self, serial: int, copy_id: int) -> Iterator[Any]:
         if serial == 2:
             raise WorkerLostError("the store's worker is gone")
-        yield self
+        yield None if serial in self.gone else self
 
     def changes(self, have: int) -> None:
         return None
@@ -178,7 +246,102 @@ def test_earlier_versions_count_until_the_later_ones_are_here(own: Agent) -> Non
     assert copy.versions() == [10], "it is the store by now"
     with pytest.raises(WeightsError, match="this copy is the store itself"):
         copy.bring(3, ["reader", 1], 1)
+    with pytest.raises(WeightsError, match="this copy is the store itself"):
+        copy.follow(*listing(4))
+    assert (copy.versions(), copy.newest, copy.usage()["keep"]) == ([10], None, 1)
     copy.close()
+
+
+def test_versions_that_are_gone_are_passed_over(own: Agent) -> None:
+    copy = Copy("policy", own, cast("Source", Lost(3, 5)), 5)
+    assert copy.follow(*listing(3, 4, 5, keep=3)) == 4
+    assert copy.versions() == [4]
+    with pytest.raises(WeightsError, match="store 'policy' has that version no longer"):
+        copy.bring(3, ["reader", 1], 1)
+    copy.close()
+
+
+def test_versions_that_readers_have_brought_do_not_make_a_copy_newer(own: Agent) -> None:
+    """The store has told it of version 1 only; the listing of the later ones has failed, or is under way."""
+    copy = Copy("policy", own, cast("Source", Lost()), 5)
+    copy.follow(*listing(1))
+    copy.bring(4, ["reader", 1], 1)
+    assert copy.newest == 1
+    with pytest.raises(WorkerLostError):
+        copy.follow(*listing(2, keep=1))
+    assert copy.newest == 1
+    copy.close()
+
+
+def test_versions_that_were_removed_before_are_known_to_the_one_that_takes_over(own: Agent) -> None:
+    store = Keeper("policy", own)
+    store.describe(1)
+    for number in (10, 20):
+        store.begin(number, [0, 1], [["w", "float32", [2], [[[0], [2]]]]], ["writer", 1], insist=False)
+        store.written(number, 0, ["writer", 1])
+    told = store._listing()
+    copy = Copy("policy", own, cast("Source", Lost()), 5)
+    with pytest.raises(WorkerLostError):
+        copy.follow(*told)  # serial 2
+    copy.take_over()
+    with pytest.raises(WeightsError, match="has version 10 no longer"):
+        copy.open(10, None, ["reader", 1], 1)
+    assert copy.open(20, None, ["reader", 1], 1)[0] is None, "its writer puts it again"
+    for each in (copy, store):
+        each.close()
+
+
+def mapped() -> int:
+    """Return how many segments this process has mapped."""
+    return sum("/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="processes cannot share memory here")
+def test_a_copy_that_has_ended_uses_no_memory(own: Agent) -> None:
+    before = mapped()
+    copy = Copy("policy", own, cast("Source", Lost()), 5)
+    copy.follow(*listing(1))
+    assert mapped() > before
+    copy.release_copy()
+    until(lambda: mapped() == before)
+    copy.follow(*listing(3))
+    copy.close()
+    assert mapped() == before
+    with pytest.raises(WeightsError, match="has no copy"):  # readers ask the store then
+        copy.bring(3, ["reader", 1], 1)
+    ended = weakref.ref(copy)
+    del copy
+    gc.collect()
+    assert ended() is None
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_host_copy_ends_if_the_worker_of_its_store_is_lost(own: Agent, *, is_second: bool) -> None:
+    source = Lost()
+    copy = Copy("policy", own, cast("Source", source), 5)
+    ended: list[int] = []
+    source.end_copy = lambda: ended.append(1)
+    copy.bring(1, ["reader", 1], 1)
+    if is_second:
+        copy.follow(*listing(1))
+    for incarnation in (78, source.at):
+        copy._lose((Who("worker", incarnation), "it died"))
+        assert ended == ([1] if incarnation == source.at and not is_second else [])
+    copy.close()
+
+
+def test_a_loss_does_not_wait_while_parts_are_copied(own: Agent) -> None:
+    """The lock of a store is held meanwhile; losses are noticed on the thread of the event loop."""
+    store = Keeper("policy", own)
+    store.begin(1, [0, 1], [["w", "float32", [2], [[[0], [2]]]]], ["writer", 1], insist=False)
+    peer: Any = SimpleNamespace(member=SimpleNamespace(name="writer"), incarnation=1)
+    with store._lock:
+        noticed = threading.Thread(target=store._peer_gone, args=(peer, "it died"))
+        noticed.start()
+        noticed.join(60)
+        assert not noticed.is_alive()
+    until(lambda: "is lost" in store.usage()["open"][1])
+    store.close()
 
 
 def test_a_copy_that_is_not_needed_has_no_memory(own: Agent) -> None:
