@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["is_fully_sharded", "local_part", "parts_of", "sharded_like", "with_parts"]
+__all__ = ["fully_sharded_parts", "is_fully_sharded", "local_part", "parts_of", "sharded_like", "with_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,15 @@ class _Part:
     local: torch.Tensor
 
 
+def fully_sharded_parts(module: nn.Module) -> list[nn.Module]:
+    """Return those of a module and its parts that ``fully_shard`` has been applied to."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [each for each in module.modules() if isinstance(each, fsdp.FSDPModule)]
+
+
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` has been applied to a module or a part of it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in module.modules())
+    return bool(fully_sharded_parts(module))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

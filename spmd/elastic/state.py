@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from spmd.elastic.sharded import is_fully_sharded, parts_of, with_parts
-from spmd.torch_internals import forget_unscaled
+from spmd.elastic.sharded import fully_sharded_parts, is_fully_sharded, parts_of, with_parts
+from spmd.torch_internals import forget_backward, forget_unscaled
 
 __all__ = ["State"]
 
@@ -85,9 +85,13 @@ class State:
         return "\n".join(lines)
 
     def clear_gradients(self) -> None:
-        """Clear the gradients of modules that reduce them by themselves: FSDP2's, which would be added to."""
-        for each in self._fully_sharded.values():
-            each.zero_grad()
+        """Clear the gradients of modules that reduce them by themselves: FSDP2's, which would be added to, and
+        what an earlier attempt has left that ended within a backward pass or between two of them.
+        """
+        for module in self._fully_sharded.values():
+            for each in fully_sharded_parts(module):
+                forget_backward(each)
+            module.zero_grad()
 
     def keep(self) -> None:
         """Copy what an attempt may change."""
