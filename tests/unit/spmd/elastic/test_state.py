@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from spmd.elastic.errors import ElasticError
 from spmd.elastic.state import State
 
 
@@ -121,3 +124,51 @@ def test_fully_sharded_gradients_of_a_repeated_attempt_are_its_own(
         sharded.backward()
         assert sharded.reduced == reduced
         torch.testing.assert_close(sharded.gradients(), expected, rtol=0, atol=0)
+
+
+class Average:
+    """An object of the state whose tensors are sharded, by name and in a list."""
+
+    def __init__(self, *values: torch.Tensor) -> None:
+        self.values = list(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": len(self.values), "values": self.values, "named": dict(enumerate(self.values))}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.values = [*saved["values"], *saved["named"].values()]
+
+
+def sharded(mesh: DeviceMesh, value: float) -> DTensor:
+    return distribute_tensor(torch.full((2,), value), mesh, [Shard(0)])
+
+
+def with_sharded_tensors(mesh: DeviceMesh, value: float) -> tuple[State, nn.Module, Average]:
+    model, average = nn.Linear(2, 1), Average(sharded(mesh, value))
+    model.register_buffer("scale", sharded(mesh, value))
+    return State({"model": model, "average": average}), model, average
+
+
+def test_newcomers_get_parts_of_sharded_tensors_that_are_no_parameters(mesh: DeviceMesh) -> None:
+    member, model, _ = with_sharded_tensors(mesh, 1.0)
+    newcomer, newcomers_model, newcomers_average = with_sharded_tensors(mesh, 2.0)
+    member.keep()
+    (buffer,) = member.buffers()
+    assert not isinstance(buffer, DTensor)
+    buffer.fill_(3.0)  # as a commit copies into it
+    assert model.get_buffer("scale").full_tensor().tolist() == [3.0, 3.0]  # type: ignore[operator]
+    newcomer.load(pickle.loads(pickle.dumps(member.give())))
+    for found in (newcomers_model.get_buffer("scale"), *newcomers_average.values):
+        assert isinstance(found, DTensor)
+        assert found.full_tensor().tolist() == [1.0, 1.0]
+    member.put_back()
+    assert buffer.tolist() == [1.0, 1.0]
+
+
+def test_sharded_tensor_that_a_newcomer_does_not_have_is_refused(mesh: DeviceMesh) -> None:
+    member, _, _ = with_sharded_tensors(mesh, 1.0)
+    member.keep()
+    newcomer, _, average = with_sharded_tensors(mesh, 1.0)
+    average.values.clear()
+    with pytest.raises(ElasticError, match=r"sharded tensor, .* shape \(2,\), where this worker's has none"):
+        newcomer.load(member.give())
