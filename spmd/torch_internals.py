@@ -57,6 +57,7 @@ __all__ = [
     "flash_attention_for_cpu",
     "foreach_norm",
     "foreach_types",
+    "forget_backward",
     "forget_unscaled",
     "has_kernel",
     "is_dense",
@@ -147,6 +148,29 @@ INTERNALS.expect(
 def forget_unscaled(scaler: GradScaler) -> None:
     """Make a gradient scaler forget which optimizers' gradients it has unscaled, as its ``update`` does."""
     scaler._per_optimizer_states.clear()
+
+
+_NO_FSDP: Final = "elastic jobs with fully sharded modules do not work"
+_fully_sharded_state: Final = INTERNALS.later("torch.distributed.fsdp:FSDPModule._get_fsdp_state", _NO_FSDP)
+_unsharded_parameter: Final = INTERNALS.later(
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param", _NO_FSDP
+)
+
+
+def forget_backward(module: Any) -> None:
+    """Make a module of FSDP2 forget backward passes: one that has raised an exception, after which others
+    would reduce nothing, and gradients that were accumulated without reducing them, which are those of
+    parameters that the module registers only while it computes.
+    """
+    state = _fully_sharded_state()(module)
+    if state._is_root:  # which resets the others, too; there is none before the first forward pass
+        module.reset_iter_state()
+    _unsharded_parameter()
+    for group in state._fsdp_param_groups:
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):  # since the first forward pass
+                each._unsharded_param.grad = None
 
 
 # ---- SPMD mode: the device

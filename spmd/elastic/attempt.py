@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 from rpc.errors import InvalidOptionError, RpcError, SerializationError
 from rpc.runtime.waits import waiting
 from spmd.collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
+from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.elastic.agreement import NEW, Outcome, View, Vote
 from spmd.elastic.errors import ElasticError, StepFailedError
 from spmd.elastic.groups import Groups
@@ -59,6 +60,7 @@ class Attempt:
         weight: this replica's share of the batch, from 0 to 1.
         committed: whether the step is committed on all members; False until then, and if it is repeated.
         has_failed: whether a reduction has failed.
+        cut_short: the exception that has ended the block after the commit, if the replica has lost a worker.
         root: rank of the replica whose buffers all get: the first one that has samples.
         whole_view, groups: the view and its process groups: for the job, see ``Job.group``.
     """
@@ -86,8 +88,10 @@ class Attempt:
         self._views, self.whole_view, self.groups = views, view, groups
         self._state, self._reducers = state, reducers
         self._works: list[Any] = []
+        self._started = 0
         self.has_failed = False
         self._mistake: BaseException | None = None
+        self.cut_short: Exception | None = None
 
     def __repr__(self) -> str:
         return f"<attempt at step {self.step} in view {self.view}, rank {self.rank} of {self.size}>"
@@ -124,7 +128,10 @@ class Attempt:
             self._await_outcome()  # the error is a consequence
             return True
         if self.committed and self._views.mates.lost():
-            return True  # likewise; this member takes part in no other step
+            self.cut_short = error  # likewise; this member takes part in no other step
+            return True
+        if self.committed and self._views.error is not None:
+            raise self._views.error from error
         self.report(error)
         return False
 
@@ -165,6 +172,7 @@ class Attempt:
     def start(self, tensor: torch.Tensor) -> None:
         """Begin to sum a tensor over the members of the view, in place. After a failure it does nothing."""
         if not self.has_failed:
+            self._started += 1
             try:
                 self._works.append(self.groups.sums.allreduce([tensor]))
             except Exception as error:
@@ -177,18 +185,23 @@ class Attempt:
             values: equally many on all members.
             purpose: for observers; the step and the view follow it.
         """
+        return self._gather(self.groups.votes, len(self.whole_view.members), values, purpose)
+
+    def _gather(
+        self, group: FarcallProcessGroup, size: int, values: Sequence[int], purpose: str
+    ) -> list[list[int]]:
         if self.has_failed:
             return []
-        mine, votes = torch.tensor(values, dtype=torch.int64, device="cpu"), self.groups.votes
-        rows = [torch.empty_like(mine) for _ in self.whole_view.members]
-        votes.group.purpose = f"{purpose} step {self.step} of the elastic job, view {self.view}"
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+        rows = [torch.empty_like(mine) for _ in range(size)]
+        group.group.purpose = f"{purpose} step {self.step} of the elastic job, view {self.view}"
         try:
-            votes.allgather([rows], [mine]).wait()
+            group.allgather([rows], [mine]).wait()
         except Exception as error:
             self._note(error)
             return []
         finally:
-            votes.group.purpose = ""
+            group.group.purpose = ""
         return [_list(each) for each in rows]
 
     def finish(self) -> None:
@@ -259,6 +272,9 @@ class Attempt:
         for reducer in self._reducers:
             reducer.finish()
         self.finish()
+        if self.groups.sums is not self.groups.votes:
+            # A vote in another group would not notice that other members still wait for a sum.
+            self._gather(self.groups.sums, self.size, [self._started], "the end of the sums of")
         buffers = self._share_buffers()
         if not self.has_failed:
             self._vote()

@@ -197,10 +197,11 @@ class Job:
     def loop(self, make: Callable[[Attempt], _T], until: int | None) -> Iterator[_T]:
         """Yield what ``make`` makes of each attempt; for ``attempts`` and the rounds of ``LocalSGD``."""
         self._is_looping = True
+        cut_short: Exception | None = None
         try:
             while (attempt := self._begin(until)) is not None:
                 yield (made := make(attempt))
-                self.current = None
+                self.current, cut_short = None, cut_short or attempt.cut_short
                 with self._views.changed:
                     if self._views.outcome is None:
                         raise ElasticError(f"{made!r} was not used: write `with` in the loop")
@@ -212,8 +213,8 @@ class Job:
             self._is_looping, self.current = False, None
         core = self._views.core
         self._views.check_ended()
-        if not (core.ended or core.leaving or (until is not None and core.step >= until)):
-            self._views.check_replica()
+        if cut_short or not (core.ended or core.leaving or (until is not None and core.step >= until)):
+            self._views.check_replica(cut_short)
         if core.left or core.leaving:
             self.leave()
 
@@ -261,6 +262,8 @@ class Job:
             if keep:
                 self._state.keep()
             with views.changed:
+                if views.error is not None:  # it has ended the replica's operations, perhaps before ``use``
+                    raise views.error
                 views.given_step = step
                 views.changed.notify_all()
             self.current = Attempt(views, view, groups, step, self._sampler, self._state, self._reducers)

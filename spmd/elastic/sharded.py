@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["is_fully_sharded", "local_part", "parts_of", "sharded_like", "with_parts"]
+from spmd.elastic.errors import ElasticError
+
+__all__ = ["fully_sharded_parts", "is_fully_sharded", "local_part", "parts_of", "sharded_like", "with_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +26,15 @@ class _Part:
     local: torch.Tensor
 
 
+def fully_sharded_parts(module: nn.Module) -> list[nn.Module]:
+    """Return those of a module and its parts that ``fully_shard`` has been applied to."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [each for each in module.modules() if isinstance(each, fsdp.FSDPModule)]
+
+
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` has been applied to a module or a part of it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in module.modules())
+    return bool(fully_sharded_parts(module))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,13 +61,19 @@ def parts_of(saved: Any) -> Any:
     if isinstance(saved, DTensor):
         return _Part(saved.to_local())
     if isinstance(saved, Mapping):
-        return {key: parts_of(value) for key, value in saved.items()}
+        parts = {key: parts_of(value) for key, value in saved.items()}
+        return parts if any(parts[key] is not value for key, value in saved.items()) else saved
+    if type(saved) in (list, tuple):
+        return type(saved)(map(parts_of, saved))
     return saved
 
 
 def with_parts(target: Any, given: Any) -> Any:
-    """Return what ``parts_of`` returned for another worker's module or optimizer, with tensors that are
-    sharded like those of ``target``.
+    """Return what ``parts_of`` returned for another worker's object, with tensors that are sharded like those
+    of ``target``.
+
+    Raises:
+        ElasticError: ``target`` has no such tensor.
     """
     if isinstance(target, nn.Module):
         own = target.state_dict()
@@ -77,8 +90,34 @@ def with_parts(target: Any, given: Any) -> Any:
             for key, values in given["state"].items()
         }
         return {**given, "state": state}
-    return given
+    return _whole_in(target.state_dict(), given) if _has_parts(given) else given
 
 
 def _whole(own: Any, value: Any) -> Any:
     return sharded_like(own, value.local) if isinstance(value, _Part) else value
+
+
+def _has_parts(given: Any) -> bool:
+    if isinstance(given, Mapping):
+        given = given.values()
+    elif type(given) not in (list, tuple):
+        return isinstance(given, _Part)
+    return any(map(_has_parts, given))
+
+
+def _whole_in(own: Any, given: Any) -> Any:
+    """Return part of a state dictionary with whole tensors; ``own`` is what the loading object has there."""
+    if isinstance(given, _Part):
+        if not isinstance(own, DTensor):
+            raise ElasticError(
+                f"the elastic job's state has a sharded tensor, whose part here has the shape "
+                f"{tuple(given.local.shape)}, where this worker's has none: make it before elastic.join"
+            )
+        return sharded_like(own, given.local)
+    if not _has_parts(given):
+        return given
+    if isinstance(given, Mapping):
+        owns = own if isinstance(own, Mapping) else {}
+        return {key: _whole_in(owns.get(key), value) for key, value in given.items()}
+    owns = dict(enumerate(own)) if isinstance(own, list | tuple) else {}
+    return type(given)(_whole_in(owns.get(place), value) for place, value in enumerate(given))

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from spmd.elastic.sharded import is_fully_sharded, parts_of, with_parts
-from spmd.torch_internals import forget_unscaled
+from spmd.elastic.sharded import fully_sharded_parts, is_fully_sharded, local_part, parts_of, with_parts
+from spmd.torch_internals import forget_backward, forget_unscaled
 
 __all__ = ["State"]
 
@@ -85,9 +85,13 @@ class State:
         return "\n".join(lines)
 
     def clear_gradients(self) -> None:
-        """Clear the gradients of modules that reduce them by themselves: FSDP2's, which would be added to."""
-        for each in self._fully_sharded.values():
-            each.zero_grad()
+        """Clear the gradients of modules that reduce them by themselves: FSDP2's, which would be added to.
+        An earlier attempt may have ended within a backward pass, or between two of them.
+        """
+        for module in self._fully_sharded.values():
+            for each in fully_sharded_parts(module):
+                forget_backward(each)
+            module.zero_grad()
 
     def keep(self) -> None:
         """Copy what an attempt may change."""
@@ -147,8 +151,8 @@ class State:
             sys.modules["numpy"].random.set_state(state)
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return the buffers of all modules, in an order that is the same on all members."""
-        return [each for module in self.modules for each in module.buffers()]
+        """Return this worker's parts of all modules' buffers, in an order that is the same on all members."""
+        return [local_part(each) for module in self.modules for each in module.buffers()]
 
     def give(self) -> dict[str, Any]:
         """Return the state as it was when the attempt began. On any thread, until the step is committed."""
@@ -157,14 +161,15 @@ class State:
         given: dict[str, Any] = {}
         for name, value in self._objects.items():
             if name in self._other_states:
-                given[name] = self._other_states[name]
+                given[name] = parts_of(self._other_states[name])
                 continue
-            given[name] = parts_of(self._sharded.get(name) or value.state_dict())
+            saved = self._sharded.get(name) or value.state_dict()
+            if name in self._buffers:
+                saved = {**saved, **self._saved_buffers(name, saved)}
+            given[name] = parts_of(saved)
             if name in self._options:
                 groups = zip(given[name]["param_groups"], self._options[name], strict=False)
                 given[name] = {**given[name], "param_groups": [{**now, **then} for now, then in groups]}
-            if name in self._buffers:
-                given[name] = {**given[name], **self._saved_buffers(name, given[name])}
         return given
 
     def _saved_buffers(self, name: str, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -245,6 +245,7 @@ class Views:
             self.ask(others, tell_of_failure, self.name, tell, timeout=10.0)
         if groups is not None:
             groups.abort("the job has failed")
+        self.replica.abort("the job has failed")  # the replica's others may wait for this worker, which lives
 
     def observed(self) -> dict[str, Any]:
         """Return the state for observers: the view, the step, and the losses."""
@@ -303,17 +304,21 @@ class Views:
     def _is_over(self) -> bool:
         return self.error is not None or self.closed or self.core.left
 
-    def check_replica(self) -> None:
-        """Raise ``PutOut`` if this worker has no part in the job any more, since its replica is not whole."""
+    def check_replica(self, cut_short: Exception | None = None) -> None:
+        """Raise ``PutOut`` if this worker has no part in the job any more, since its replica is not whole.
+
+        Args:
+            cut_short: the exception that has ended a block after its commit for this reason, if any.
+        """
         lost = self.mates.lost()
-        if self.core.broken or (lost and self.core.view is None):
+        if cut_short or self.core.broken or (lost and self.core.view is None):
             names = ", ".join(f"'{each}'" for each in lost) or "another worker"
             error = PutOut(
                 f"worker '{self.name}' cannot go on, since its replica has lost {names}. "
                 "All workers of the replica must start again to take part in the elastic job"
             )
             self.fail(error)
-            raise error
+            raise error from cut_short
 
     def is_due(self) -> bool:
         """Whether a view change is needed, as far as this member knows; with ``changed`` held."""
