@@ -118,9 +118,12 @@ class ObjectMachine:
             if tracked and current.get() is not None:
                 self.live = owned(value, tracked=True)
             return Outcome(owned(value), tracked=tracked)
-        except Exception as error:
+        except BaseException as error:
             if is_interruption(error):
                 raise
+            if not isinstance(error, Exception):
+                name = type(error).__name__
+                error = RuntimeError(f"{what.name} has raised {name}, which ends no copy: {error}")
             return Outcome(None, error)
         finally:
             _this_thread.is_inside = False
