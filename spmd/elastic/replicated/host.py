@@ -31,6 +31,7 @@ from rpc.errors import (
 )
 from rpc.runtime.blocking import Event, wait_for_event
 from rpc.runtime.interrupts import is_interruption
+from rpc.serialization.exception_state import twin
 from rpc.serialization.settings import allow_function
 from spmd.elastic.errors import ElasticError, PutOut
 from spmd.elastic.losses import LOG_SECONDS
@@ -271,7 +272,7 @@ class Host:
         if outcome.error is not None:
             if isinstance(outcome.error, RpcError):  # not to be taken for one of this call
                 return RAISED, outcome.error
-            raise outcome.error
+            raise twin(outcome.error)  # a copy: this frame refers to the outcome, a cycle
         if outcome.tracked and context is not None:
             if is_lost or live is None:
                 return RAISED, _lost(self.name, f"{what.name} has been run, but the graph of its value")

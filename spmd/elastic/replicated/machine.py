@@ -16,6 +16,7 @@ from dist_autograd.contexts import current
 from dist_optim.local_optimizer import LocalOptimizer, OptimizerFactory, make_local_optimizer
 from rpc.runtime.interrupts import is_interruption
 from rpc.runtime.torch_internals import pytree
+from rpc.serialization.exception_state import to_keep
 from rref import RRef
 from spmd.elastic.replicated.order import Outcome
 
@@ -124,7 +125,7 @@ class ObjectMachine:
             if not isinstance(error, Exception):
                 name = type(error).__name__
                 error = RuntimeError(f"{what.name} has raised {name}, which ends no copy: {error}")
-            return Outcome(None, error)
+            return Outcome(None, to_keep(error))  # each copy remembers it: no frames
         finally:
             _this_thread.is_inside = False
 

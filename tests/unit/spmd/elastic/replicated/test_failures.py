@@ -87,3 +87,4 @@ def test_exit_in_a_method_is_an_outcome() -> None:
     outcome = machine.run(Method(OBJECT, "end", (), {}))
     assert isinstance(outcome.error, RuntimeError)
     assert "SystemExit" in str(outcome.error)
+    assert outcome.error.__traceback__ is None
