@@ -17,36 +17,19 @@ from dist_optim.parameter_groups import HostedParameter
 from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.agent.futures import Future
 from rpc.api import collect
-from rpc.errors import (
-    GivenUpError,
-    MessageLostError,
-    NotInitializedError,
-    RpcTimeoutError,
-    UnknownWorkerError,
-    WorkerLostError,
-)
+from rpc.errors import RpcTimeoutError
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, Condition, Event, check_may_block, wait_for_event, wait_while
 from rpc.runtime.torch_internals import pytree
 from rref.names import check_object_name
 from rref.proxy import RRefProxy
-from spmd.elastic.errors import PutOut, StateLostError
-from spmd.elastic.replicated.host import RAISED, VALUE, Host, call
+from spmd.elastic.errors import StateLostError
+from spmd.elastic.replicated.host import RAISED, UNANSWERED, VALUE, Host, call
 from spmd.elastic.replicated.hosts import Hosts, hosts
 from spmd.elastic.replicated.machine import OBJECT, WHOLE, Method, check_not_inside
 from spmd.elastic.replicated.order import Call
 
 __all__ = ["Replicated"]
-
-_REPEATED: Final = (
-    WorkerLostError,
-    UnknownWorkerError,
-    MessageLostError,
-    GivenUpError,
-    NotInitializedError,
-    PutOut,
-)
-"""Errors after which a call is repeated, at the same primary or another one."""
 
 _MAX_OPEN: Final = 256
 """Maximum number of calls of one process that are not over; so many answers are remembered for it."""
@@ -278,7 +261,7 @@ class _Calling:
                     peer = line.find()
                     answered = None
                     if peer is not None:
-                        with contextlib.suppress(*_REPEATED):
+                        with contextlib.suppress(*UNANSWERED):
                             answered = self._send(peer).wait()
                     if answered is not None and answered[0] in (VALUE, RAISED):
                         return _value(answered)
@@ -297,7 +280,7 @@ class _Calling:
             return result
         try:
             sent = self._send(peer)
-        except _REPEATED:
+        except UNANSWERED:
             self._go_on(result)
             return result
         except BaseException:
@@ -308,7 +291,7 @@ class _Calling:
         def done(sent: Future[Any]) -> None:
             try:
                 answered = sent.value()
-            except _REPEATED:
+            except UNANSWERED:
                 answered = None
             except Exception as error:
                 line.end(self._number)

@@ -19,8 +19,19 @@ from typing import Any, Final
 
 from dist_autograd.api import has_context
 from dist_autograd.contexts import current
-from rpc.errors import GivenUpError, NameTakenError, RpcError, SerializationError, WorkerLostError
+from rpc.errors import (
+    GivenUpError,
+    MessageLostError,
+    NameTakenError,
+    NotInitializedError,
+    RpcError,
+    SerializationError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from rpc.runtime.blocking import Event, wait_for_event
+from rpc.runtime.interrupts import is_interruption
+from rpc.serialization.exception_state import twin
 from rpc.serialization.settings import allow_function
 from spmd.elastic.errors import ElasticError, PutOut
 from spmd.elastic.losses import LOG_SECONDS
@@ -33,6 +44,7 @@ from spmd.elastic.replicated.order import (
     Copy,
     DeposedError,
     Done,
+    Failed,
     Install,
     Message,
     OutdatedCallError,
@@ -41,12 +53,22 @@ from spmd.elastic.replicated.order import (
     Unsendable,
 )
 
-__all__ = ["ELSEWHERE", "RAISED", "VALUE", "Host", "call"]
+__all__ = ["ELSEWHERE", "RAISED", "UNANSWERED", "VALUE", "Host", "call"]
 
 logger = logging.getLogger(__name__)
 
 ELSEWHERE, RAISED, VALUE = "elsewhere", "raised", "value"
 """What the answer to a call has: nothing, as this worker has no primary; an exception; a value."""
+
+UNANSWERED: Final = (
+    WorkerLostError,
+    UnknownWorkerError,
+    MessageLostError,
+    GivenUpError,
+    NotInitializedError,
+    PutOut,
+)
+"""Errors after which a message is repeated, to the same worker or another one."""
 
 _OF_GRADIENTS: Final = ("norms", "scale")
 """Methods of optimizers about gradients, which only the primary has."""
@@ -195,6 +217,7 @@ class Host:
             if isinstance(message, Install) and isinstance(answer, Done):
                 self.identity = identity
                 self._watch()
+                self.woken.set()  # all copies before this one may be gone already
             return answer
 
     def _watch(self) -> None:
@@ -242,11 +265,14 @@ class Host:
                 return RAISED, ElasticError(
                     f"call {call.number} of '{self.name}' is not run: its caller has given it up, or was lost"
                 )
+            finally:
+                if len(self._members()) < len(view.members):
+                    self.woken.set()
             live, machine.live = machine.live, None
         if outcome.error is not None:
             if isinstance(outcome.error, RpcError):  # not to be taken for one of this call
                 return RAISED, outcome.error
-            raise outcome.error
+            raise twin(outcome.error)  # a copy: this frame refers to the outcome, a cycle
         if outcome.tracked and context is not None:
             if is_lost or live is None:
                 return RAISED, _lost(self.name, f"{what.name} has been run, but the graph of its value")
@@ -279,7 +305,7 @@ class Host:
                     return end.value
                 self._watch()
                 answers = self._exchange(messages)
-                if all(each is None for each in answers.values()):
+                if all(each is None or isinstance(each, Failed) for each in answers.values()):
                     self.hosts.closed.wait(pause)
                     pause = min(2 * pause, LOG_SECONDS)
                 self.hosts.check()
@@ -304,11 +330,14 @@ class Host:
         for to, each in calls.items():
             try:
                 answers[to] = each.wait()
+            except UNANSWERED as error:
+                logger.debug("copy %x of '%s' has not answered: %s", to, self.name, error)
             except Exception as error:
-                if isinstance(error, RpcError) and hosts.is_lost(to):
-                    continue
-                level = logging.DEBUG if isinstance(error, GivenUpError) else logging.WARNING
-                logger.log(level, "copy %x of '%s' has not answered: %s", to, self.name, error)
+                if is_interruption(error):
+                    raise
+                if not (isinstance(error, RpcError) and hosts.is_lost(to)):
+                    answers[to] = Failed(error)
+                    logger.warning("copy %x of '%s' has failed: %s", to, self.name, error)
         return answers
 
     # ---- the host's own thread
@@ -357,9 +386,12 @@ class Host:
                 self._own_name,
                 self.name,
             )
-        elif any(map(hosts.is_lost, view.members)):
+        elif lost := [each for each in view.members if hosts.is_lost(each)]:
+            hosts.learn(lost)
             with self.lock:
                 self._drive(copy.settle())
+            if any(map(hosts.is_lost, self._members())):
+                return True  # one may live, as far as is known
         if len(self._members()) >= copy.copies:
             return False
         found = hosts.survey(self.name, self.description)

@@ -16,6 +16,7 @@ from dist_autograd.contexts import current
 from dist_optim.local_optimizer import LocalOptimizer, OptimizerFactory, make_local_optimizer
 from rpc.runtime.interrupts import is_interruption
 from rpc.runtime.torch_internals import pytree
+from rpc.serialization.exception_state import to_keep
 from rref import RRef
 from spmd.elastic.replicated.order import Outcome
 
@@ -118,10 +119,13 @@ class ObjectMachine:
             if tracked and current.get() is not None:
                 self.live = owned(value, tracked=True)
             return Outcome(owned(value), tracked=tracked)
-        except Exception as error:
+        except BaseException as error:
             if is_interruption(error):
                 raise
-            return Outcome(None, error)
+            if not isinstance(error, Exception):
+                name = type(error).__name__
+                error = RuntimeError(f"{what.name} has raised {name}, which ends no copy: {error}")
+            return Outcome(None, to_keep(error))  # each copy remembers it: no frames
         finally:
             _this_thread.is_inside = False
 

@@ -37,6 +37,7 @@ __all__ = [
     "Copy",
     "DeposedError",
     "Done",
+    "Failed",
     "Install",
     "Machine",
     "Message",
@@ -199,7 +200,14 @@ class Unsendable:
     error: Exception
 
 
-Answer: TypeAlias = Done | tuple[Refusal, int] | Unsendable | None
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A backup has failed to do what it was asked for, and would again."""
+
+    error: Exception
+
+
+Answer: TypeAlias = Done | tuple[Refusal, int] | Unsendable | Failed | None
 """What has come of a message; with a refusal comes the number of the backup's view. None: no answer has come,
 so it is not known whether the message has arrived.
 """
@@ -248,6 +256,8 @@ class Copy:
         self._outcomes: dict[int, str] = {}
         self._need_state: set[int] = set()
         self._new: set[int] = set()
+        self._unable: set[int] = set()
+        """Copies that cannot get the state; each stays in the view until it has promised to keep none."""
         self._out: set[int] = set()
         """Copies that have promised to keep none any more."""
 
@@ -425,6 +435,8 @@ class Copy:
     def _lacks(self, member: int) -> Message | None:
         view = self._view()
         number, position = self._has.get(member, (0, _START))
+        if member in self._unable:
+            return Release(view.number)
         if member not in self._need_state:
             if number != view.number:
                 return Install(view, None)
@@ -456,6 +468,14 @@ class Copy:
                 if message.state is not None:
                     self._need_state.discard(member)
                     self._new.discard(member)
+        elif isinstance(answer, Failed):
+            if isinstance(message, Install) and message.state is not None:
+                self._unable.add(member)
+            elif not isinstance(message, Release):
+                self._need_state.add(member)
+        elif isinstance(answer, Unsendable) and isinstance(message, Install):
+            self.failure = answer.error
+            self._unable.add(member)
         elif isinstance(answer, Unsendable):
             if self._pending is not None:
                 self._pending = None
