@@ -130,7 +130,8 @@ class Attempt:
         if self.committed and self._views.mates.lost():
             self.cut_short = error  # likewise; this member takes part in no other step
             return True
-        if self.committed and self._views.error is not None:
+        failed = self.committed or self._views.replica.failed
+        if failed and self._views.error is not None and error is not self._mistake:
             raise self._views.error from error
         self.report(error)
         return False

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rpc
-from spmd.elastic.errors import PutOut
+from spmd.elastic.errors import PutOut, StepFailedError
 from spmd.elastic.job import Job, join
 from spmd.elastic.replicas import replica
 from spmd.elastic.sampling import Sampler
@@ -125,3 +125,67 @@ def test_replica_is_lost_with_one_of_its_workers_and_comes_back_as_a_whole(
     for step in (steps - 2, steps - 1):
         samples = dict(results[0][2])[step] + dict(results[2][2])[step]
         assert sorted(samples) == sorted(sampler.batch(step).tolist())
+
+
+def end_early(worker: Worker, how: str) -> str:
+    """End the only step of a job in a way that the others need to notice; returns what is raised."""
+    init(worker)
+    model = sharded_model("fully sharded") if how == "skips the backward pass" else model_of()
+    replicas = 2 if how == "skips the backward pass" else 1
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    job = join(
+        model=model,
+        optimizer=optimizer,
+        sampler=Sampler(LENGTH, BATCH),
+        min_size=replicas,
+        replica_size=PLACES,
+    )
+    try:
+        for attempt in job.attempts(until=1):
+            with attempt:
+                if how == "skips the backward pass":
+                    for each in (model, model[0]):
+                        each.set_all_reduce_hook(job.all_reduce_hook)
+                    if job.rank == 0:
+                        model(data()[0][:2]).sum().backward()
+                    continue
+                if how == "dies after the commit":
+                    optimizer.step()
+                if worker.rank == 1:
+                    worker.report("in the block")
+                    if how == "dies after the commit":
+                        signal.pause()  # until it is killed
+                    raise ValueError("a mistake in the block")
+                job.replica.allreduce([torch.ones(1)]).wait()
+    except Exception as error:
+        worker.report("raised")
+        if worker.rank == 1 and how == "raises":
+            worker.wait_for("end")  # it lives until the other one has ended
+        return f"{type(error).__name__}: {error}"
+    finally:
+        rpc.shutdown()
+    return "ended"
+
+
+def test_worker_whose_replica_is_lost_after_the_last_commit_does_not_end_as_if_all_was_well(
+    run_workers: RunWorkers,
+) -> None:
+    workers = run_workers.start(end_early, 2, args=("dies after the commit",), time_limit=60)
+    workers[1].wait_for("in the block")
+    workers[1].kill()
+    assert workers[0].result().startswith(("PutOut: ", "StateLostError: "))
+
+
+def test_exception_in_one_block_ends_the_collectives_of_its_replica(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(end_early, 2, args=("raises",), time_limit=60)
+    workers[0].wait_for("raised")
+    workers[1].tell("end")
+    first, second = workers.results()
+    assert first.startswith(f"{StepFailedError.__name__}: ")
+    assert second == "ValueError: a mistake in the block"
+
+
+def test_replica_that_skips_the_backward_pass_is_an_error(run_workers: RunWorkers) -> None:
+    results = run_workers.start(end_early, 4, args=("skips the backward pass",), time_limit=60).results()
+    assert "ended" not in results
+    assert any("CollectiveMismatchError" in each for each in results), results
