@@ -25,10 +25,13 @@ alike, since acknowledgements and ends of callers are parts of calls.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, Protocol, TypeAlias
+
+from rpc.errors import RemoteError
 
 __all__ = [
     "Answer",
@@ -98,6 +101,17 @@ class Outcome:
     value: Any
     error: Exception | None = None
     tracked: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the object gets its answers with its state: an exception that cannot be pickled is sent
+        by its text.
+        """
+        error = self.error
+        try:
+            pickle.dumps(error)
+        except Exception:
+            error = RemoteError(f"{type(error).__name__}: {error}", type(error).__qualname__)
+        return Outcome, (self.value, error, self.tracked)
 
     @property
     def failed(self) -> str:

@@ -130,7 +130,7 @@ def test_replica_is_lost_with_one_of_its_workers_and_comes_back_as_a_whole(
 def end_early(worker: Worker, how: str) -> str:
     """End the only step of a job in a way that the others need to notice; returns what is raised."""
     init(worker)
-    model = sharded_model("fully sharded") if how == "skips the backward pass" else model_of()
+    model: Any = sharded_model("fully sharded") if how == "skips the backward pass" else model_of()
     replicas = 2 if how == "skips the backward pass" else 1
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     job = join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn, optim
 import dist_autograd
 import rpc
 from dist_optim import DistributedOptimizer
-from rpc.errors import WorkerLostError
+from rpc.errors import RpcTimeoutError, WorkerLostError
 from spmd.elastic.errors import ElasticError, StateLostError
 from spmd.elastic.replicated.handle import Replicated
 from tests.support.serving import in_standing_group
@@ -218,6 +219,11 @@ def test_worker_that_cannot_make_or_keep_a_copy_gets_the_error_and_others_do_wit
 ) -> None:
     def keep(worker: Worker) -> Any:
         init(worker)
+        if worker.rank:
+            with contextlib.suppress(RpcTimeoutError):
+                Replicated.find("unfit", timeout=0.1)
+        worker.report("there")
+        worker.wait_for("begin")
         try:
             handle = Replicated(Unfit, name="unfit", timeout=40)
         except (OSError, ElasticError) as error:
@@ -230,7 +236,13 @@ def test_worker_that_cannot_make_or_keep_a_copy_gets_the_error_and_others_do_wit
         return where
 
     workers = run_workers.start(keep, 4, time_limit=60)
-    workers.wait_for("done")
+    workers.wait_for("there")
+    workers[0].tell("begin")
+    workers[0].wait_for("done")  # it was the only one that could found the object
+    for number in (1, 2, 3):
+        workers[number].tell("begin")
+    for number in (1, 2, 3):
+        workers[number].wait_for("done")
     workers.tell("end")
     results = workers.results()
     assert results[0] == ("OSError", True, False)

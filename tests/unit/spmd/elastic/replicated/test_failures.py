@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+import threading
 from typing import Any
 
 import pytest
 
+from rpc.errors import RemoteError
 from spmd.elastic.replicated.machine import OBJECT, Method, ObjectMachine
 from spmd.elastic.replicated.order import (
     Answer,
@@ -88,3 +91,12 @@ def test_exit_in_a_method_is_an_outcome() -> None:
     assert isinstance(outcome.error, RuntimeError)
     assert "SystemExit" in str(outcome.error)
     assert outcome.error.__traceback__ is None
+
+
+def test_remembered_exception_that_cannot_be_pickled_is_sent_with_the_state_by_its_text() -> None:
+    error = ValueError("no room", threading.Lock())
+    sent = pickle.loads(pickle.dumps(Outcome(None, error)))
+    assert isinstance(sent.error, RemoteError)
+    assert "ValueError: ('no room'" in str(sent.error)
+    kept = pickle.loads(pickle.dumps(Outcome(None, KeyError("key")))).error
+    assert isinstance(kept, KeyError)
