@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
@@ -17,7 +18,7 @@ from dist_optim.parameter_groups import HostedParameter
 from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.agent.futures import Future
 from rpc.api import collect
-from rpc.errors import RpcTimeoutError
+from rpc.errors import NameTakenError, RpcTimeoutError
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, Condition, Event, check_may_block, wait_for_event, wait_while
 from rpc.runtime.torch_internals import pytree
@@ -94,6 +95,11 @@ class Replicated:
             host = found.by_name.get(self.name) or Host(found, self.name, description, make, copies)
         if host.description != description:
             found.survey(self.name, description)  # raises
+        if _differ(make, host.make):
+            raise NameTakenError(
+                f"this worker has another replicated object named '{self.name}', which another function, or "
+                "other arguments, have made. Choose another name, by name="
+            )
         with waits.waiting("elastic.Replicated", list, name=self.name):
             self._identity = host.enter(monotonic() + timeout)
 
@@ -166,6 +172,16 @@ class Replicated:
 
     def __repr__(self) -> str:
         return f"Replicated('{self.name}')"
+
+
+def _differ(make: Callable[[], Any], other: Callable[[], Any]) -> bool:
+    """Return whether these make different objects, as far as pickles tell: a lambda has none."""
+    if make is other:
+        return False
+    try:
+        return pickle.dumps(make) != pickle.dumps(other)
+    except Exception:
+        return False
 
 
 def _handle(name: str, identity: int) -> Replicated:

@@ -98,7 +98,7 @@ class Host:
     def __init__(
         self, hosts: Hosts, name: str, description: str, make: Callable[[], Any], copies: int
     ) -> None:
-        self.hosts, self.name, self.description = hosts, name, description
+        self.hosts, self.name, self.description, self.make = hosts, name, description, make
         self.machine = ObjectMachine(make)
         self.copy = Copy(hosts.me, self.machine, copies)
         self.copy.gone = hosts.gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn, optim
 import dist_autograd
 import rpc
 from dist_optim import DistributedOptimizer
-from rpc.errors import RpcTimeoutError, WorkerLostError
+from rpc.errors import NameTakenError, RpcTimeoutError, WorkerLostError
 from spmd.elastic.errors import ElasticError, StateLostError
 from spmd.elastic.replicated.handle import Replicated
 from tests.support.serving import in_standing_group
@@ -272,6 +273,28 @@ def test_object_whose_copies_are_all_gone_is_lost_for_its_callers(run_workers: R
         each.result()
     workers[2].tell("look")
     assert "are gone: its state is lost" in workers[2].result()
+
+
+class Table:
+    """An object that is made with an argument."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def count(self) -> int:
+        return self.rows
+
+
+def test_object_that_is_made_with_other_arguments_needs_another_name(run_workers: RunWorkers) -> None:
+    def make(worker: Worker) -> Any:
+        init(worker)
+        first, again = (Replicated(functools.partial(Table, 10), copies=1) for _ in range(2))
+        with pytest.raises(NameTakenError, match="named 'Table', which another function, or other arguments"):
+            Replicated(functools.partial(Table, 1000), copies=1)
+        other = Replicated(functools.partial(Table, 1000), copies=1, name="other")
+        return [each.rpc_sync().count() for each in (first, again, other)]
+
+    assert run_workers(make, 1, time_limit=60) == [[10, 10, 1000]]
 
 
 @in_standing_group()
