@@ -260,6 +260,9 @@ def main() -> None:
         next_victim(folder, processes, options.backups)
         (folder / "stop").touch()
         wait_for(folder / "saved")
+        for name in processes.living:  # the last ones that were started have found the objects, too
+            if name.startswith("server"):
+                wait_for(folder / f"{name}.json")
         (folder / "end").touch()
         good = check(folder, options.kills)
         for name, pid in list(processes.living.items()):
