@@ -158,9 +158,9 @@ _unsharded_parameter: Final = INTERNALS.later(
 
 
 def forget_backward(module: Any) -> None:
-    """Make a module of FSDP2 forget backward passes: one that has raised an exception, after which others
-    would reduce nothing, and gradients that were accumulated without reducing them, which are those of
-    parameters that the module registers only while it computes.
+    """Reset what unfinished backward passes leave in a module of FSDP2. After an exception, later passes would
+    reduce no gradients; gradients that were accumulated without reduction are those of the unsharded
+    parameters, which ``zero_grad`` does not reach.
     """
     state = _fully_sharded_state()(module)
     if state._is_root:  # which resets the others, too; there is none before the first forward pass

@@ -35,7 +35,7 @@ _MOST_SERIALS: Final = 1 << 40
 """More versions than one keeper of a store ever has."""
 
 _MOST_REMOVED: Final = 4096
-"""Maximum number of removed versions that a second copy is told of."""
+"""Maximum number of removed versions in the listing that is sent to the second copy."""
 
 _REMEMBERED: Final = 1 << 16
 """Maximum number of versions, and of lost workers, that are remembered after they are gone."""

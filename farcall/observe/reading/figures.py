@@ -213,8 +213,8 @@ def job_lines(job: JobState, width: int) -> list[str]:
         state = end
     began = job.began
     texts = [f"job {job.id}", program or "a program", f"began {_clock(began)}" if began else "", state]
-    whole_text = " · ".join(filter(None, [*texts, elastic_in_words(job)]))
-    return textwrap.wrap(whole_text, width, subsequent_indent="  ", break_on_hyphens=False)
+    line = " · ".join(filter(None, [*texts, elastic_in_words(job)]))
+    return textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def elastic_in_words(job: JobState) -> str:
