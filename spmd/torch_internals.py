@@ -158,8 +158,8 @@ _unsharded_parameter: Final = INTERNALS.later(
 
 
 def forget_backward(module: Any) -> None:
-    """Reset what unfinished backward passes leave in a module of FSDP2. After an exception, later passes would
-    reduce no gradients; gradients that were accumulated without reduction are those of the unsharded
+    """Reset what unfinished backward passes leave in a module of FSDP2. After an exception, later passes
+    would reduce no gradients; gradients that were accumulated without reduction are those of the unsharded
     parameters, which ``zero_grad`` does not reach.
     """
     state = _fully_sharded_state()(module)
