@@ -250,11 +250,11 @@ class Member:
     """Whether it wants to leave with its next report."""
     left: bool = False
     """Whether it takes part in no view any more."""
-    broken: bool = False
-    """Whether it has resigned since its replica has lost a worker."""
     founder: bool = False
     finishing: bool = False
     ended: bool = False
+    missing: set[int] = field(default_factory=set)
+    """Workers that its replica has lost, for which it has resigned."""
     dead: set[int] = field(default_factory=set)
     removed: set[int] = field(default_factory=set)
     excluded: set[int] = field(default_factory=set)
@@ -398,7 +398,7 @@ class Member:
         if ballot != self.ballot or not self.frozen:
             raise OutdatedError(f"ballot {ballot} is over: {self.ballot} has begun")
         self.left = True
-        self.broken = self.broken or not {each.member for each in reports}.issuperset(self.replica)
+        self.missing.update(set(self.replica) - {each.member for each in reports})
         if self.prepared is None or not any(
             each.step == self.step + 1 and each.last == self.prepared for each in reports
         ):

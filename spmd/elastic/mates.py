@@ -41,8 +41,9 @@ class Mates:
         self._begun: dict[int, tuple[Ballot, int]] = {}
 
     def lost(self) -> list[str]:
-        """Return the names of those that are lost."""
-        lost = filter(self._losses.is_lost, self._core.replica)
+        """Return the names of those that are lost, as this member has noticed or others have told it."""
+        core = self._core
+        lost = [each for each in core.replica if each in core.missing or self._losses.is_lost(each)]
         peers = [(each, self._losses.peer(each)) for each in lost]
         return [f"{each:x}" if peer is None else peer.name for each, peer in peers]
 

@@ -311,7 +311,7 @@ class Views:
             cut_short: the exception that has ended a block after its commit for this reason, if any.
         """
         lost = self.mates.lost()
-        if cut_short or self.core.broken or (lost and self.core.view is None):
+        if cut_short or self.core.missing or (lost and self.core.view is None):
             names = ", ".join(f"'{each}'" for each in lost) or "another worker"
             error = PutOut(
                 f"worker '{self.name}' cannot go on, since its replica has lost {names}. "

@@ -329,7 +329,7 @@ class World:
     def train(self, worker: Worker) -> None:
         """Do the next thing that the worker's training thread can do."""
         core, view = worker.core, worker.core.view
-        if core.broken or (view is None and worker.lost.intersection(core.replica)):
+        if core.missing or (view is None and worker.lost.intersection(core.replica)):
             self.end(worker, goodbye=self.random.random() < 0.5)
             return
         if view is None or core.left or core.departing or core.ended:

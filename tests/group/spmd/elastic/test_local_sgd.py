@@ -32,6 +32,8 @@ def train(worker: Worker) -> tuple[torch.Tensor, Used]:
     init(worker)
     model, (x, y) = model_of(), data()
     inner, outer = optimizers(model)
+    if worker.rank == 2:
+        worker.wait_for("the others train")
     job = join(model=model, outer=outer, sampler=Sampler(LENGTH, BATCH, seed=5), min_size=2)
     local = DiLoCo(job, model, inner, outer, STEPS)
     used: Used = []
@@ -54,6 +56,8 @@ def train(worker: Worker) -> tuple[torch.Tensor, Used]:
         if each.committed:
             sizes.append(each.size)
             used.append(samples)
+        if len(sizes) == 1:
+            worker.report("trains")
     job.leave()
     rpc.shutdown()
     return weights(model), used
@@ -88,6 +92,9 @@ def replayed(first: Used, second: Used, third: Used) -> torch.Tensor:
 
 def test_loss_in_the_middle_of_a_round_repeats_no_local_step(run_workers: RunWorkers) -> None:
     workers = run_workers.start(train, 3, time_limit=120)
+    for each in workers[:2]:
+        each.wait_for("trains")
+    workers[2].tell("the others train")
     workers[2].wait_for("in the middle of a round")
     workers[2].kill()
     for each in workers[:2]:

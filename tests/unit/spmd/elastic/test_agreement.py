@@ -181,7 +181,7 @@ def test_worker_of_a_broken_replica_resigns_before_the_whole_ones_go_on() -> Non
     plan = proposal.plan()
     assert (plan.members, plan.broken, plan.may_go_on) == ((0, 1), frozenset({third.me}), True)
     assert resign(third, proposal) is Outcome.ABORT
-    assert (third.left, third.broken) == (True, True)
+    assert (third.left, third.missing) == (True, {fourth.me})
     plan = proposal.plan()
     assert (plan.members, plan.broken, plan.released) == ((0, 1), frozenset(), frozenset({third.me}))
 
@@ -201,7 +201,7 @@ def test_worker_that_resigns_commits_a_step_that_another_one_has_committed() -> 
     proposal = proposed(first, second, third, fourth)
     assert proposal.plan().broken == {third.me}
     assert resign(third, proposal) is Outcome.COMMIT
-    assert (third.step, third.broken) == (1, False)  # it leaves, since its replica does
+    assert (third.step, third.missing) == (1, set())  # it leaves, since its replica does
 
 
 def test_state_is_lost_if_no_replica_that_has_it_is_whole() -> None:
