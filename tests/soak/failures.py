@@ -76,6 +76,8 @@ class Driver:
         self.goers = list(self.workers)[STAYERS:]
         self.stayers = list(self.workers)[:STAYERS]
         self.reasons: Counter[str] = Counter()
+        self.done: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
 
     def run(self) -> None:
         """All of it but the end."""
@@ -204,8 +206,6 @@ class Driver:
         for worker in self.workers.values():
             worker.tell("order", ("leave", None))
         self.group.results()
-        self.done: Counter[str] = Counter()
-        self.errors: Counter[str] = Counter()
         for caller, (me, done, errors, problems, certain, uncertain) in results.items():
             self.done += done
             self.errors += errors
@@ -254,7 +254,7 @@ class Driver:
         for name in self.stayers:
             lines += [
                 f"{name}, {what}: {' '.join(str(each[name][what]) for each in self.over_time)}"
-                for what in self.over_time[0][name]
+                for what in next(iter(self.over_time), {}).get(name, {})
             ]
         return "\n".join(lines)
 
@@ -290,9 +290,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runner = RunWorkers(server, Path(folder))
             try:
                 driver = Driver(runner, options.seed, options.minutes, tcp=options.tcp)
-                driver.run()
-                wrong = driver.end()
-                print(driver.table())
+                try:
+                    driver.run()
+                    wrong = driver.end()
+                finally:
+                    print(driver.table())
             except WorkersFailed as failure:
                 wrong = [f"{each.worker} {each.reason}\n{each.details[-4000:]}" for each in failure.failures]
             with contextlib.suppress(WorkersFailed):
