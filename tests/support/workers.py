@@ -59,6 +59,7 @@ TIME_LIMIT = 30.0
 """Seconds that a run may take, unless the test says otherwise."""
 
 _GRACE = 2.0  # seconds that the others have to end by themselves once a worker has failed
+_LAST_SECONDS = 20.0  # in which workers must have ended after the test
 PRELOADED = (
     "torch",
     "torch.distributed",
@@ -192,10 +193,10 @@ class Workers:
         self._collect(0)
 
     def close(self) -> list[Failure]:
-        """Waits a moment for workers to end, kills those that don't; failures not raised before."""
+        """Waits for workers to end, kills those that don't; failures not raised before."""
         if self._failure_raised:
             return []
-        self._collect_for(_GRACE, self._workers)
+        self._collect_for(_LAST_SECONDS, self._workers)
         failures = self._failures()
         return failures + self._kill_running()
 

@@ -32,6 +32,7 @@ from tests.support.devices import (
     on_devices,
     used_bytes,
 )
+from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
@@ -243,16 +244,16 @@ def free_early(worker: Worker) -> list[bool]:
         for _ in range(5):
             dist.all_reduce(torch.ones(LARGE, device=device))
         gc.collect()
-        found.append(used_bytes(device) <= before)
+        until(lambda: used_bytes(device) <= before)  # another thread may still have the last one
     return found
 
 
 def test_memory_is_kept_until_it_is_reduced(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(free_early, 2, args=(mode,), time_limit=60) == [[True] * 13] * 2
+    assert run_workers(free_early, 2, args=(mode,), time_limit=60) == [[True] * 12] * 2
 
 
 @on_devices
-def reduce_with_the_dying(worker: Worker) -> list[Any]:
+def reduce_with_the_dying(worker: Worker) -> None:
     device = f"{KIND}:{worker.rank % COUNT}"
     worker.join(rpc_timeout=20.0)
     spmd.init_process_group(staged=KIND != "sim")
@@ -263,7 +264,6 @@ def reduce_with_the_dying(worker: Worker) -> list[Any]:
         worker.wait_for("never")
     worker.wait_for("killed")
     before = used_bytes(device)
-    found: list[Any] = []
     for size in (SIZE, LARGE):
         given = late(2.0, device, size)
         with pytest.raises(CollectiveError):
@@ -274,8 +274,7 @@ def reduce_with_the_dying(worker: Worker) -> list[Any]:
     dist.destroy_process_group()
     del given, received
     gc.collect()
-    found.append(used_bytes(device) - before)
-    return found
+    until(lambda: used_bytes(device) <= before)
 
 
 def test_the_death_of_a_rank_ends_operations_and_memory_comes_back(
@@ -285,7 +284,7 @@ def test_the_death_of_a_rank_ends_operations_and_memory_comes_back(
     workers.wait_for("reduced")
     workers[1].kill()
     workers[0].tell("killed")
-    assert workers[0].result() == [0]
+    workers[0].result()
 
 
 def _of_a_vendor() -> list[str]:

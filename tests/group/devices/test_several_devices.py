@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from spmd.engine.errors import OperationError
 from spmd.engine.program.redistribution import move
 from spmd.engine.worker import interpreter
 from tests.support.devices import FIRST, SECOND, device_kind, on_devices
+from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind"]
@@ -38,7 +40,13 @@ def serve(worker: Worker) -> list[str]:
     before = set(threading.enumerate())
     worker.report("joined")
     rpc.shutdown()
-    return sorted({each.name for each in threading.enumerate()} - {each.name for each in before})
+
+    def left() -> set[str]:
+        return {each.name for each in threading.enumerate()} - {each.name for each in before}
+
+    with contextlib.suppress(AssertionError):
+        until(lambda: not left())
+    return sorted(left())
 
 
 def serves(worker: Worker) -> list[str]:

@@ -212,7 +212,7 @@ def cancel_early(worker: Worker) -> tuple[bool, list[int], Used]:
         from tests.accelerator import device
 
         with stream:
-            for _ in range(20):
+            for _ in range(100):
                 device.sleep(20_000)
             gate.record()
         torch.accelerator.current_stream(torch.device(FIRST)).wait_event(gate)

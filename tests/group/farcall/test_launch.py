@@ -71,13 +71,12 @@ def count_starts():
     return starts
 
 finished.how = ""
+events = queue.SimpleQueue()
+rpc.on_worker_joined(lambda worker: events.put(f"joined {worker.name}"))
+rpc.on_worker_lost(lambda worker, reason: events.put(f"lost {worker.name}"))
 rpc.init_rpc(f"worker{rank}")
 if rank == 0:
-    events = queue.SimpleQueue()
-    rpc.on_worker_joined(lambda worker: events.put(f"joined {worker.name}"))
-    rpc.on_worker_lost(lambda worker, reason: events.put(f"lost {worker.name}"))
-    while len(rpc.get_worker_infos()) < 3:
-        events.get()
+    assert {events.get(), events.get()} == {"joined worker1", "joined worker2"}
     for _ in range(int(sys.argv[2])):
         bystander = rpc.rpc_sync("worker2", os.getpid)
         rpc.rpc_async("worker1", end, args=(sys.argv[1],))
@@ -166,6 +165,6 @@ def test_workers_of_a_replica_are_started_again_together(tmp_path: Path) -> None
 def test_when_no_restart_is_left_the_failure_is_summed_up_and_the_others_are_ended(tmp_path: Path) -> None:
     done = launch_dynamic(tmp_path, "raise", 2)
     assert done.returncode == 1
-    assert done.stderr.count("raised LookupError: bad luck (program.py:37); it is started again (1 of 1") == 1
+    assert done.stderr.count("raised LookupError: bad luck (program.py:36); it is started again (1 of 1") == 1
     summary = done.stderr.partition(") failed first, and no restart of 1 is left: it raised ")[2]
     assert summary.startswith("LookupError: bad luck (program.py:")

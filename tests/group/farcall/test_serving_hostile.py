@@ -219,7 +219,7 @@ def test_a_shape_that_nobody_can_count(server: Server, shape: list[int], text: s
     tensor.dtype = value_pb2.DTYPE_BOOL
     tensor.shape.extend(shape)
     with grpc.insecure_channel(f"localhost:{server.port}") as channel, pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary("/farcall.v1.FarcallService/Call")(request.SerializeToString(), timeout=10)
+        channel.unary_unary("/farcall.v1.FarcallService/Call")(request.SerializeToString(), timeout=SECONDS)
     assert caught.value.code() is CODE.INVALID_ARGUMENT
     assert text in caught.value.details()
 

@@ -97,7 +97,7 @@ def test_a_large_result_that_is_being_written_holds_up_no_other(
         large = threads.submit(connect(server).call, "large")
         assert gate.entered.acquire(timeout=60)
         try:
-            assert connect(server).call("count", timeout=10) == 7
+            assert connect(server).call("count", timeout=30) == 7
         finally:
             gate.open.set()
         assert len(large.result(60)) == len(value)

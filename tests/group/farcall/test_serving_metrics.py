@@ -99,8 +99,11 @@ def test_a_request_that_does_not_come_in_time_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr("farcall.scraping._SECONDS", 0.1)
     with connected(serve({"scale": Scale()}, metrics_port=0)) as slow:
-        slow.sendall(b"GET / HTTP/1.1")
-        assert slow.recv(1) == b""
+        try:
+            slow.sendall(b"GET / HTTP/1.1")
+            assert slow.recv(1) == b""
+        except ConnectionError:
+            pass  # it was closed before this came
 
 
 def test_a_server_ends_while_connections_are_idle(serve: Serve) -> None:

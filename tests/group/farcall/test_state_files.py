@@ -14,6 +14,7 @@ from farcall.observe.reading.reader import read_worker
 from farcall.observe.reading.state import WorkerState
 from farcall.observe.worker.observer import Observer
 from rpc.errors import WorkerLostError
+from tests.support.serving import WAIT_SECONDS
 from tests.support.workers import RunWorkers, Worker, current_worker
 
 
@@ -62,7 +63,7 @@ def write_at_once(worker: Worker) -> tuple[str, list[object]]:
         call = rpc.rpc_async("worker1", worker_waits)
         found = observer()
         assert found is not None
-        assert found.look_now()
+        assert found.look_now(WAIT_SECONDS)
         (pending,) = [each for each in state_of_this_worker().calls if each["what"] == "worker_waits"]
         worker.report("looked")
         call.wait()
@@ -84,7 +85,8 @@ def test_call_in_flight_is_in_the_file_with_the_place_of_its_function(run_worker
 
 def wait_for_a_worker_that_dies(worker: Worker) -> tuple[list[str], list[str]]:
     """Returns the waits in the state from before the other worker's death, and in the newest one."""
-    with worker.group():
+    with pytest.MonkeyPatch.context() as patch, worker.group():
+        patch.setattr("farcall.observe.worker.observer._KEEP_SECONDS", 10 * WAIT_SECONDS)
         if worker.rank == 1:
             worker.wait_for("its end")
         found = observer()
@@ -95,7 +97,7 @@ def wait_for_a_worker_that_dies(worker: Worker) -> tuple[list[str], list[str]]:
             rpc.barrier()
         told.join()
         for _ in range(3):
-            assert found.look_now()
+            assert found.look_now(WAIT_SECONDS)
         assert found.path is not None
         return waits_in(read_worker(found.path, earlier=True).as_of(0.0)), waits_in(read_worker(found.path))
 
@@ -122,7 +124,7 @@ def call_while_nothing_can_be_written(worker: Worker) -> list[bool]:
     with worker.group():
         found = observer()
         assert found is not None
-        looked = [found.look_now()]
+        looked = [found.look_now(WAIT_SECONDS)]
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))  # as a full disk: writes fail
         looked.append(found.look_now(0.2))

@@ -132,7 +132,7 @@ def test_a_job_that_runs_is_traced_from_outside(
     monkeypatch.setenv("FARCALL_JOBS_DIR", str(tmp_path / "jobs"))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "farcall", "trace", "--seconds", "0.5", "-o", str(tmp_path / "live.json")],
+            [sys.executable, "-m", "farcall", "trace", "--seconds", "2", "-o", str(tmp_path / "live.json")],
             capture_output=True,
             text=True,
             timeout=60,

@@ -19,7 +19,7 @@ from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, WorkerProcess
 
 STOPPED, KILLED = 2, 3
-MAX_KIB = 10
+MAX_KIB = 2
 """Maximum size of a file on the disk that is full."""
 
 PAUSE_SECONDS = 0.005
@@ -88,7 +88,7 @@ def test_a_trace_lacks_workers_that_are_stopped_or_killed_and_names_them(
     workers, end = job_of(run_workers, tmp_path, 4)
     workers[STOPPED].stop()
     try:
-        with command(tmp_path, seconds=0.5) as tracing:
+        with command(tmp_path, seconds=2) as tracing:
             until(lambda: bool(list((tmp_path / "jobs").glob("*/trace.order"))))
             workers[KILLED].kill()
             said, errors = tracing.communicate(timeout=60)
@@ -112,7 +112,7 @@ def test_a_trace_that_does_not_fit_on_the_disk_is_an_error_and_leaves_nothing(
 ) -> None:
     _, end = job_of(run_workers, tmp_path, 2)
     try:
-        with command(tmp_path, seconds=0.2, limited=True) as tracing:
+        with command(tmp_path, seconds=1, limited=True) as tracing:
             _, errors = tracing.communicate(timeout=60)
     finally:
         end()

@@ -100,7 +100,7 @@ def until_seen(name: str) -> None:
     found = observer()
     assert found is not None
     culprit = HANGS[name].culprit
-    while found.look_now():
+    while found.look_now(60.0):
         assert found.path is not None
         places = [each.at for each in read_worker(found.path).threads]
         if culprit in [(Path(at.file).name, at.line) for at in places if at is not None]:

@@ -99,16 +99,20 @@ def _sides(monkeypatch: pytest.MonkeyPatch) -> list[Side]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("fails", "reason", "details"),
-    [(_raise, "ValueError", "not today"), (_die, "died (SIGKILL)", "about to die"), (_hang, "hung", "")],
+    ("fails", "reason", "details", "limit"),
+    [
+        (_raise, "ValueError", "not today", 60.0),
+        (_die, "died (SIGKILL)", "about to die", 60.0),
+        (_hang, "hung", "", 5.0),
+    ],
 )
 def test_a_side_that_fails_has_fresh_workers_for_what_comes_next(
-    monkeypatch: pytest.MonkeyPatch, fails: Callable[[Any], float], reason: str, details: str
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[Any], float], reason: str, details: str, limit: float
 ) -> None:
     workloads = [("before", _pass_on), ("fails", fails), ("after", _pass_on)]
     for name, function in workloads:
         monkeypatch.setitem(WORKLOADS, name, Workload(name, name, "s", function, workers=1))
-    found = dict(measure(_sides(monkeypatch), [name for name, _ in workloads], limit=2.0))
+    found = dict(measure(_sides(monkeypatch), [name for name, _ in workloads], limit))
     assert found["before"] == found["after"] == {"a": 7.0, "b": 7.0}
     for outcome in found["fails"].values():
         assert isinstance(outcome, Failure)

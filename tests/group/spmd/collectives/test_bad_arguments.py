@@ -239,7 +239,7 @@ WRONG: Final[dict[str, tuple[Callable[[Any], Any], type[Exception], str]]] = {
 
 @in_processes(2)
 def test_what_cannot_be_right_is_refused_and_the_group_goes_on(worker: Worker) -> None:
-    with process_group(worker, seconds=10) as group:
+    with process_group(worker) as group:
         if worker.rank == 1:
             for name, (call, kind, text) in WRONG.items():
                 with pytest.raises(kind) as caught:

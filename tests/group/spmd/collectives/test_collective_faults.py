@@ -30,6 +30,8 @@ from tests.support.workers import RunWorkers, Worker
 PATHS = pytest.mark.parametrize("apart", [False, True], ids=["shared memory", "messages"])
 MANY = 3_000_000
 """Elements: several parts of a slot, so that a fault meets a collective in its middle."""
+LIMIT = 3
+"""Seconds after which a collective times out, within which the other ranks come to it."""
 
 
 def in_world(
@@ -122,7 +124,7 @@ def receive_what_does_not_fit(rank: int, group: Any) -> None:
 
 
 def all_reduce_but_rank_1(rank: int, group: Any) -> None:
-    group.set_timeout(timedelta(seconds=1))
+    group.set_timeout(timedelta(seconds=LIMIT))
     if rank != 1:
         dist.all_reduce(torch.ones(3), group=group)
 
@@ -163,7 +165,7 @@ CASES: Final[Sequence[Case]] = (
     Case(
         all_reduce_but_rank_1,
         CollectiveTimeoutError,
-        r"all_reduce\(sum, float32\[3\]\) has timed out after 1 s.*waiting for.*rank 1 \(worker 'rank1'\)",
+        r"all_reduce\(sum, float32\[3\]\) has timed out after 3 s.*waiting for.*rank 1 \(worker 'rank1'\)",
         (0, 2),
     ),
     Case(
@@ -211,13 +213,15 @@ def test_each_fault_tells_all_ranks_what_has_happened(run_workers: RunWorkers, a
 def all_reduce_but_rank_3(worker: Worker) -> None:
     if worker.rank == 3:
         worker.wait_for("the end")
-    else:
-        dist.all_reduce(torch.ones(3))
+        return
+    world: Any = dist.group.WORLD
+    world.set_timeout(timedelta(seconds=LIMIT))
+    dist.all_reduce(torch.ones(3))
 
 
 def test_a_timeout_names_who_has_not_come_and_not_who_waits_for_it(run_workers: RunWorkers) -> None:
     """Rank 0 waits for rank 2, which waits for rank 3."""
-    workers = run_workers.start([partial(_task, all_reduce_but_rank_3, True, {"seconds": 1.0})] * 4, 4)
+    workers = run_workers.start([partial(_task, all_reduce_but_rank_3, True, {})] * 4, 4)
     for rank in range(3):
         kind, text = workers[rank].result()
         assert kind is CollectiveTimeoutError
@@ -327,7 +331,7 @@ def many_collectives(worker: Worker) -> None:
     use(1_000 * EFFORT)
     after = usage()
     assert after[0] - before[0] < 8 << 20, "memory"
-    assert after[1] <= before[1], "descriptors"
+    until(lambda: usage()[1] <= before[1])  # the observer opens files for a moment
     until(lambda: threading.active_count() <= before[2])  # one that was started as no other was idle ends
 
 

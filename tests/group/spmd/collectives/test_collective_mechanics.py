@@ -203,14 +203,20 @@ def test_a_callback_of_a_receive_may_block(run_workers: RunWorkers) -> None:
 
 
 def send_to_nobody(worker: Worker) -> None:
+    world: Any = dist.group.WORLD
+    soon, later = timedelta(seconds=0.5), timedelta(seconds=20)
     if worker.rank == 0:
+        world.set_timeout(soon)
         with pytest.raises(CollectiveTimeoutError, match="send of 400000 bytes to rank 1"):
             dist.send(torch.ones(LARGE), 1, tag=1)
+        world.set_timeout(later)
         worker.report("over")
         dist.send(torch.full((LARGE,), 2.0), 1, tag=2)
     else:
         worker.wait_for("over")
+        world.set_timeout(soon)
         late = dist.irecv(torch.empty(LARGE), 0, tag=1)
+        world.set_timeout(later)
         tensor = torch.empty(LARGE)
         dist.recv(tensor, 0, tag=2)
         assert tensor.eq(2).all()
@@ -220,7 +226,7 @@ def send_to_nobody(worker: Worker) -> None:
 
 
 def test_a_send_times_out_and_is_taken_by_no_later_receive(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(partial(in_world, send_to_nobody, False, 2.0), 2)
+    workers = run_workers.start(partial(in_world, send_to_nobody, False, 20.0), 2)
     workers[0].wait_for("over")
     workers[1].tell("over")
     workers.results()
@@ -278,7 +284,7 @@ def pass_monitored_barriers(worker: Worker) -> None:
         3: "^Rank 3 successfully reached monitoredBarrier, but received errors .* from rank 0",
     }
     with pytest.raises(CollectiveTimeoutError, match=words[worker.rank]):
-        group.monitored_barrier(timedelta(seconds=0.5))
+        group.monitored_barrier(timedelta(seconds=3))  # within which the other ranks come
 
 
 @PATHS

@@ -29,6 +29,8 @@ COUNT = 4 * MIB
 """Elements of 4 bytes: 16 MiB."""
 SLOW_BYTES = 20 * MIB
 """What a connection is let through in a second."""
+SLOWEST_BYTES = MIB
+"""The same where a rank is to be struck before the operation is over."""
 
 
 def options() -> rpc.AgentOptions:
@@ -135,15 +137,15 @@ def test_every_collective_is_right_when_a_stream_ends_in_the_middle(run_workers:
     run_workers(do_all_while_streams_end, 2)
 
 
-def begin_and_report(worker: Worker, operation: Operation, seconds: float) -> str:
+def begin_and_report(worker: Worker, operation: Operation, seconds: float, speed: int) -> str:
     """Rank 0 reports "in the middle" of the operation; returns what it ends in."""
     with process_group(worker, options=options()):
         tensor = torch.empty(COUNT)
         open_streams()
-        limit_connections(SLOW_BYTES)
+        limit_connections(speed)
+        dist.barrier()
         world: Any = dist.group.WORLD
         world.set_timeout(timedelta(seconds=seconds))
-        dist.barrier()
         if worker.rank == 0:
             strike_in_the_middle(lambda: worker.report("in the middle"))
         try:
@@ -174,7 +176,7 @@ def in_each_operation(*by_default: Operation) -> pytest.MarkDecorator:
 
 @in_each_operation(all_reduce, broadcast)
 def test_a_rank_that_is_killed_in_the_middle_is_named(run_workers: RunWorkers, operation: Operation) -> None:
-    workers = run_workers.start(begin_and_report, 2, args=(operation, 60.0))
+    workers = run_workers.start(begin_and_report, 2, args=(operation, 60.0, SLOWEST_BYTES))
     workers[0].wait_for("in the middle")
     workers[1].kill()
     workers[0].wait_for("ended")
@@ -186,7 +188,7 @@ def test_a_rank_that_is_killed_in_the_middle_is_named(run_workers: RunWorkers, o
 def test_a_rank_that_is_stopped_for_a_moment_in_the_middle_changes_nothing(
     run_workers: RunWorkers, operation: Operation
 ) -> None:
-    workers = run_workers.start(begin_and_report, 2, args=(operation, 60.0))
+    workers = run_workers.start(begin_and_report, 2, args=(operation, 60.0, SLOW_BYTES))
     workers[0].wait_for("in the middle")
     workers[1].stop()
     workers[1].resume()
@@ -200,7 +202,7 @@ def test_a_tensor_is_the_caller_s_again_when_its_collective_is_out_of_time(
     run_workers: RunWorkers, operation: Operation
 ) -> None:
     """The other rank stands still in the middle, and goes on afterwards: nothing more is written."""
-    workers = run_workers.start(begin_and_report, 2, args=(operation, 0.3))
+    workers = run_workers.start(begin_and_report, 2, args=(operation, 3.0, SLOWEST_BYTES))
     workers[0].wait_for("in the middle")
     workers[1].stop()
     workers[0].wait_for("ended")

@@ -13,7 +13,7 @@ from rpc.errors import WorkerLostError
 from tests.support.default_device import not_on_devices
 from tests.support.workers import RunWorkers, Worker
 
-PATIENT = {"lost_after": 2, "reconnect_within": 2}
+PATIENT = {"lost_after": 5, "reconnect_within": 5}
 
 
 def begin_mode() -> str:

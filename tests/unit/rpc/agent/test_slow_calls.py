@@ -86,9 +86,9 @@ def test_without_an_observer_each_slow_call_has_a_line(caplog: pytest.LogCapture
     )
     peers: Any = SimpleNamespace(own=SimpleNamespace(name="worker0"))
     table: Any = Table([call])
-    slow = SlowCalls(table, peers, loop, 0.2)
+    slow = SlowCalls(table, peers, loop, 30.0)
     slow.begin()
-    loop.call_later(0.15, loop.stop)
+    loop.call_later(0.5, loop.stop)  # after the first look, however late that is
     loop.run_forever()
     slow.stop()
     loop.close()

@@ -21,11 +21,11 @@ def init() -> None:
     startup.init_with_store(None, HashStore(), "alone", 0, 1, rpc.AgentOptions())
 
 
-def assert_nothing_is_left(threads: int) -> None:
+def assert_nothing_is_left(before: set[threading.Thread]) -> None:
     assert not rpc.is_initialized()
     assert isinstance(_signal.signal, BuiltinFunctionType)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    until(lambda: threading.active_count() == threads)
+    until(lambda: before.issuperset(threading.enumerate()))
 
 
 def test_protection_begins_before_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,12 +36,12 @@ def test_protection_begins_before_the_rendezvous(monkeypatch: pytest.MonkeyPatch
         signal.raise_signal(signal.SIGINT)
         done.append("all of it")
 
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     monkeypatch.setattr(startup, "open_store", open_store)
     with pytest.raises(KeyboardInterrupt):
         init()
     assert done == ["all of it"]
-    assert_nothing_is_left(threads)
+    assert_nothing_is_left(before)
 
 
 def test_an_agent_that_is_interrupted_when_it_is_made_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +52,8 @@ def test_an_agent_that_is_interrupted_when_it_is_made_is_closed(monkeypatch: pyt
         signal.raise_signal(signal.SIGINT)
         return made
 
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     monkeypatch.setattr(own_backend, "_make", make_and_press)
     with pytest.raises(KeyboardInterrupt):
         init()
-    assert_nothing_is_left(threads)
+    assert_nothing_is_left(before)

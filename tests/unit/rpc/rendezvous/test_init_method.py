@@ -98,11 +98,11 @@ def test_job_is_named_by_the_user_else_by_torchrun() -> None:
 
 @pytest.fixture
 def free_port() -> Iterator[int]:
-    """A port that nobody listens on just now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    yield port
+    """A port that nobody listens on, and that is not given to others meanwhile."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
     gc.collect()  # the errors that a test has caught hold frames, and those hold stores
 
 
@@ -386,7 +386,7 @@ def test_store_of_this_host_whose_process_is_stopped_is_waited_for(monkeypatch: 
         pytest.raises(RendezvousTimeoutError, match="has not been reachable for 2 s"),
     ):
         open_store(f"tcp://127.0.0.1:{stopped.getsockname()[1]}", 0, 2, timeout=2)
-    assert next(looks) > 3
+    assert next(looks) > 1
 
 
 def accept_all(listener: socket.socket, connections: contextlib.ExitStack) -> None:

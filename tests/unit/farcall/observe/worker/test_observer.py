@@ -14,6 +14,7 @@ import pytest
 from farcall.observe.reading.reader import read_worker
 from farcall.observe.reading.state import WorkerState
 from farcall.observe.worker.observer import Observer
+from tests.support.streams import SOON
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_file_is_there_when_the_observer_has_started(observer: Observer) -> None
 
 def test_look_now_shows_what_has_changed(observer: Observer) -> None:
     observer.identify(name="other")
-    assert observer.look_now()
+    assert observer.look_now(SOON)
     assert state(observer).name == "other"
 
 
@@ -46,7 +47,7 @@ def test_part_that_fails_leaves_the_rest_of_the_snapshot(observer: Observer) -> 
         raise RuntimeError("dictionary changed size during iteration")
 
     observer.extra |= {"bad": fail, "good": lambda: [7]}
-    assert observer.look_now()
+    assert observer.look_now(SOON)
     snapshot = state(observer).snapshot
     assert (snapshot["bad"], snapshot["good"]) == ({"unknown": "RuntimeError"}, [7])
 
@@ -67,13 +68,13 @@ def test_process_that_ends_during_a_look_is_said_to_have_left(observer: Observer
 
     def wait() -> None:
         looks.set()
-        may_end.wait(10)
+        may_end.wait(SOON)
 
     path = observer.path
     assert path is not None
     observer.extra["slow"] = wait
     observer.identify(phase="leaving")
-    assert looks.wait(10)
+    assert looks.wait(SOON)
     ending = threading.Thread(target=observer.stop, args=("left",))
     ending.start()
     while observer.identity["phase"] != "left":
