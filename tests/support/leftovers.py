@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-_PATIENCE = 3.0  # seconds that things may take to vanish after they were told to
+_PATIENCE = 15.0  # seconds that things may take to vanish after they were told to
 _PAUSE = 0.02
 _PROC = Path("/proc")
 _SHARED_MEMORY = Path("/dev/shm")

@@ -55,10 +55,11 @@ __all__ = [
 Task: TypeAlias = Callable[..., Any]
 """A function that runs in a worker: ``task(worker, *args, **kwargs)``."""
 
-TIME_LIMIT = 30.0
+TIME_LIMIT = 60.0
 """Seconds that a run may take, unless the test says otherwise."""
 
 _GRACE = 2.0  # seconds that the others have to end by themselves once a worker has failed
+_LAST_SECONDS = 15.0  # that all have when the test is over, which may not have waited for their end
 PRELOADED = (
     "torch",
     "torch.distributed",
@@ -195,7 +196,7 @@ class Workers:
         """Waits a moment for workers to end, kills those that don't; failures not raised before."""
         if self._failure_raised:
             return []
-        self._collect_for(_GRACE, self._workers)
+        self._collect_for(_LAST_SECONDS, self._workers)
         failures = self._failures()
         return failures + self._kill_running()
 
