@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from rpc.runtime.current import current_agent
 from rpc.testing.faults import Faults
 from rref.delayed_answers import DelayedAnswers
 from rref.requests import CREATE
+from tests.support.late_messages import holding_late_messages
 from tests.support.serving import first_of, in_standing_group, in_worker0, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker
 
@@ -175,11 +177,28 @@ def make_late(owner: str) -> rpc.RRef[torch.Tensor]:
         return rpc.remote(owner, torch.ones, args=(2,))
 
 
+_held: list[Callable[[], object]] = []
+
+
+def make_later(owner: str) -> rpc.RRef[torch.Tensor]:
+    """As ``make_late``; the creation is sent by ``send_creation``."""
+    with holding_late_messages() as held:
+        made = make_late(owner)
+    _held.extend(held)
+    return made
+
+
+def send_creation() -> None:
+    (send,) = _held
+    send()
+
+
 @in_standing_group()
 def test_a_reference_of_the_owner_waits_for_a_creation_that_is_late() -> None:
     assert torch.equal(rpc.rpc_sync("worker1", make_late, args=("worker0",)).to_here(), torch.ones(2))
-    late = rpc.rpc_sync("worker1", make_late, args=("worker0",))
+    late = rpc.rpc_sync("worker1", make_later, args=("worker0",))
     with pytest.raises(RpcTimeoutError, match=r"the message that creates the object of .* has not arrived"):
         late.to_here(timeout=0.01)
+    rpc.rpc_sync("worker1", send_creation)
     assert torch.equal(late.local_value(), torch.ones(2))
     assert rpc.rpc_sync("worker1", make_late, args=("worker0",)).rpc_sync().sum() == 2

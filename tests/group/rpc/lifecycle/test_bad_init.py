@@ -76,7 +76,7 @@ def test_a_name_with_a_rank_needs_one(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def join_with_longest_name(worker: Worker) -> str:
-    init(worker, "x:-_9" * 25 + "yz")
+    init(worker, "x:-_9" * 25 + "yz", rendezvous_timeout=15)
     name = rpc.rpc_sync(0, rpc.get_worker_info).name
     rpc.shutdown()
     return str(name)
@@ -110,7 +110,7 @@ def test_a_rank_or_world_size_that_cannot_be_is_refused_at_once(
 
 @in_processes(1)
 def test_integers_of_other_libraries_are_integers(worker: Worker) -> None:
-    init(worker, rank=np.int64(0), world_size=np.int32(1))
+    init(worker, rank=np.int64(0), world_size=np.int32(1), rendezvous_timeout=15)
     rpc.shutdown()
 
 
