@@ -18,7 +18,14 @@ from rpc.testing.faults import Faults
 from rref.delayed_answers import DelayedAnswers
 from rref.requests import CREATE
 from tests.support.late_messages import holding_late_messages
-from tests.support.serving import first_of, in_standing_group, in_worker0, open_gate, wait_at_gate
+from tests.support.serving import (
+    WAIT_SECONDS,
+    first_of,
+    in_standing_group,
+    in_worker0,
+    open_gate,
+    wait_at_gate,
+)
 from tests.support.workers import RunWorkers, Worker
 
 MADE: dict[str, Any] = {
@@ -133,7 +140,7 @@ def test_requests_are_read_though_who_made_an_object_goes_on() -> None:
         rref = rpc.remote("worker1", promise, args=(number,))
         staying = rpc.rpc_async("worker1", keep_and_stay, args=(number,))
         rref._get_future().wait()
-        fetched.append(rref.to_here(timeout=10))
+        fetched.append(rref.to_here(timeout=WAIT_SECONDS / 2))
         rpc.rpc_sync("worker1", open_gate, args=(str(number),))
         staying.wait()
     assert fetched == list(range(4))
@@ -165,7 +172,7 @@ def test_a_creator_is_heard_while_the_answer_to_another_waits_for_room() -> None
     rref = rpc.remote("worker1", make_once_fetched, args=(3,))
     fetched = rpc.rpc_async("worker2", rpc.RRef.to_here, args=(rref,))
     rref._get_future().wait()
-    called = rpc.rpc_sync("worker1", int, args=(4,), timeout=10)
+    called = rpc.rpc_sync("worker1", int, args=(4,), timeout=WAIT_SECONDS / 2)
     rpc.rpc_sync("worker1", open_gate, args=("room",))
     assert (called, fetched.wait()) == (4, 3)
 

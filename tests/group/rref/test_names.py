@@ -160,7 +160,7 @@ def test_the_name_ends_with_its_owner_and_is_found_again_when_a_new_owner_makes_
     ask(workers[0], make, "worker1", "counter", 7)
     assert ask(workers[0], add_to) == 8
     workers[1].kill()
-    workers[0].tell("order", functools.partial(add_to, timeout=25))
+    workers[0].tell("order", functools.partial(add_to, timeout=50))
     back = add_follower(workers, dynamic=True, name="worker1", rank=1)
     ask(back, make, "worker1")
     assert workers[0].wait_for("done") == 1

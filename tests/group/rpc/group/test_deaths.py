@@ -185,7 +185,7 @@ def test_what_a_killed_caller_left_is_dropped_quietly(run_workers: RunWorkers) -
 def join_and_greet(worker: Worker, init_method: str, world_size: int) -> list[str]:
     worker.report("joining")
     worker.world_size = world_size
-    worker.join(init_method=init_method, rendezvous_timeout=25)
+    worker.join(init_method=init_method, rendezvous_timeout=50)
     names = rpc.all_gather(my_name())
     rpc.shutdown()
     return sorted(names)

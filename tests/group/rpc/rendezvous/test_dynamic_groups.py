@@ -143,7 +143,7 @@ def keep_a_store(worker: Worker) -> None:
 
 def join_at_a_store(worker: Worker, port: int) -> None:
     store = TCPStore("localhost", port, is_master=False)
-    options = rpc.AgentOptions(dynamic=True, rendezvous_timeout=15.0)
+    options = rpc.AgentOptions(dynamic=True, rendezvous_timeout=30.0)
     rpc.init_with_store(None, store, worker.name, worker.rank, None, options)
     worker.report("ready")
     while (order := worker.wait_for("order")) is not None:

@@ -143,7 +143,7 @@ def test_ctrl_c_interrupts_who_waits_for_room_in_a_send_queue(run_workers: RunWo
 
 
 def start(worker: Worker, init_method: str, rank: int, world_size: int) -> None:
-    options = AgentOptions(init_method=init_method, rendezvous_timeout=25.0)
+    options = AgentOptions(init_method=init_method, rendezvous_timeout=50.0)
     rpc.init_rpc(worker.name, rank=rank, world_size=world_size, rpc_backend_options=options)
 
 

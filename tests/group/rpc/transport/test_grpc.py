@@ -30,7 +30,7 @@ TOKEN = "a token that only the tests know"
 
 
 def join(worker: Worker, **options: Any) -> None:
-    given = {"init_method": worker.init_method, "rendezvous_timeout": 15.0, "shared_memory_bytes": 0}
+    given = {"init_method": worker.init_method, "rendezvous_timeout": 30.0, "shared_memory_bytes": 0}
     arguments = backend.use(given | options, "grpc")
     rpc.init_rpc(worker.name, rank=worker.rank, world_size=worker.world_size, **arguments)
 
