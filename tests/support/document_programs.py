@@ -6,8 +6,8 @@ import contextlib
 import io
 import os
 import runpy
-import socket
 
+from tests.support.ports import reserving_port
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["printed_by_ranks"]
@@ -21,9 +21,8 @@ def printed_by_ranks(run_workers: RunWorkers, program: str, world_size: int = 2)
         program: its text.
         world_size: how many ranks run it.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return "".join(run_workers(_run, world_size, args=(program, port)))
+    with reserving_port() as port:
+        return "".join(run_workers(_run, world_size, args=(program, port)))
 
 
 def _run(worker: Worker, program: str, port: int) -> str:

@@ -27,7 +27,7 @@ class Memory(bytearray):
 
 def is_free(use: Callable[[], object]) -> bool:
     """Whether another thread can use an object now: the current one holds no lock of it."""
-    return ends_soon(use, 1.0)
+    return ends_soon(use)
 
 
 def ends_soon(function: Callable[[], object], seconds: float = _SOON) -> bool:

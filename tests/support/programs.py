@@ -30,7 +30,7 @@ def run_program(folder: Path, text: str, *arguments: str) -> subprocess.Complete
             check=False,
             capture_output=True,
             text=True,
-            timeout=80,
+            timeout=150,
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(_ROOT), "TMPDIR": str(folder)},
         )

@@ -19,7 +19,7 @@ from typing import Any
 from tests.support.standing import Enter, Shared
 from tests.support.workers import RunWorkers, Task, Worker, current_worker
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 40.0
 """Longer than anything here takes, shorter than a run's time limit: what times out says what it was."""
 
 

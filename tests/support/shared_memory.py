@@ -10,8 +10,7 @@ import torch
 
 import rpc
 from rpc.runtime.current import current_agent
-
-_ATTEMPTS = 2000
+from tests.support.streams import until
 
 
 def mapped_segments(least_bytes: int = 1 << 16) -> list[tuple[int, int]]:
@@ -39,12 +38,15 @@ def all_returned() -> bool:
 
 def arriving_in_segment(call: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Make a call again and again until what it returns lies in a segment; that is returned."""
-    for _ in range(_ATTEMPTS):
-        result = call()
-        if in_segment(result):
-            return result
-        del result
-    raise AssertionError("tensors come back through the socket")
+    arrived: list[torch.Tensor] = []
+
+    def arrives() -> bool:
+        arrived.clear()
+        arrived.append(call())
+        return in_segment(arrived[0])
+
+    until(arrives)
+    return arrived.pop()
 
 
 def send_through_segments(to: str, size: int, receive: Callable[[torch.Tensor], bool] = in_segment) -> None:
@@ -53,10 +55,7 @@ def send_through_segments(to: str, size: int, receive: Callable[[torch.Tensor], 
     Args:
         receive: what is called with them, which says whether they did.
     """
-    for _ in range(_ATTEMPTS):
-        if rpc.rpc_sync(to, receive, args=(torch.ones(size, dtype=torch.uint8),)):
-            return
-    raise AssertionError("tensors go through the socket")
+    until(lambda: rpc.rpc_sync(to, receive, args=(torch.ones(size, dtype=torch.uint8),)))
 
 
 def echo_through_segments(to: str, size: int) -> None:

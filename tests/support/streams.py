@@ -21,7 +21,7 @@ from rpc.wire.frames import PREAMBLE, Frame, encode
 TINY_BUFFER = 4608
 """The smallest send buffer that a socket can be given, in bytes."""
 
-SOON = 20.0
+SOON = 40.0
 """Seconds after which something that should happen at once is held not to happen."""
 
 

@@ -20,6 +20,9 @@ import cloudpickle
 
 from tests.support import backend, default_device
 
+_FIRST_NOTICE_SECONDS = 20.0
+"""Time after which the log tells of a wait: a slow start adds no line to the logs that tests compare."""
+
 
 @dataclass(frozen=True)
 class WorkerSpec:
@@ -97,7 +100,7 @@ class Worker:
         import rpc
 
         # The rendezvous ends before the run does: its error says more.
-        given: dict[str, Any] = {"init_method": self.init_method, "rendezvous_timeout": 15.0}
+        given: dict[str, Any] = {"init_method": self.init_method, "rendezvous_timeout": 30.0}
         size = None if options.get("dynamic") else self.world_size
         others = [f"worker{rank}" for rank in range(self.world_size) if rank != self.rank]
         options = default_device.use(given | options, others)
@@ -135,6 +138,8 @@ def worker_main(descriptor: int) -> int:
     backend.make_default()
     default_device.make_default(spec.rank)
     seed(spec.rank)
+    if notices := sys.modules.get("rpc.runtime.notices"):
+        vars(notices)["FIRST_SECONDS"] = _FIRST_NOTICE_SECONDS
     try:
         function: Callable[..., Any]
         function, args, kwargs = cloudpickle.loads(task)

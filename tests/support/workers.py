@@ -55,7 +55,7 @@ __all__ = [
 Task: TypeAlias = Callable[..., Any]
 """A function that runs in a worker: ``task(worker, *args, **kwargs)``."""
 
-TIME_LIMIT = 30.0
+TIME_LIMIT = 60.0
 """Seconds that a run may take, unless the test says otherwise."""
 
 _GRACE = 2.0  # seconds that the others have to end by themselves once a worker has failed

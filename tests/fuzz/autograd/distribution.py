@@ -116,7 +116,7 @@ def forget(seed: int) -> Observed:
     return Observed(seen=dict(station.seen))
 
 
-def wait_until_free(seconds: float = 10.0) -> dict[str, int]:
+def wait_until_free(seconds: float = 30.0) -> dict[str, int]:
     """Waits until this worker knows of no context and runs no backward; counts of what is left."""
     deadline = time.monotonic() + seconds
     while True:

@@ -125,7 +125,7 @@ def differentiate(worker: Worker) -> dict[str, bool]:
 
 
 def test_gradients_are_those_of_one_process(run_workers: RunWorkers, mode: str) -> None:
-    found = run_workers(differentiate, 3, args=(mode,), time_limit=40)[0]
+    found = run_workers(differentiate, 3, args=(mode,))[0]
     assert [what for what, right in found.items() if not right] == []
     assert len(found) == 8
 
@@ -263,7 +263,7 @@ def train(worker: Worker) -> list[Tensor]:
 
 
 def test_training_gives_the_parameters_of_one_process(run_workers: RunWorkers, mode: str) -> None:
-    trained = run_workers(train, 3, args=(mode,), time_limit=40)[0]
+    trained = run_workers(train, 3, args=(mode,))[0]
     torch.testing.assert_close(trained, _trained_here())
 
 
@@ -284,7 +284,7 @@ def step_here(worker: Worker) -> list[bool]:
 
 
 def test_training_here_sees_each_step(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(step_here, 2, args=(mode,), time_limit=40)[0] == [True] * 3
+    assert run_workers(step_here, 2, args=(mode,))[0] == [True] * 3
 
 
 _kept: list[nn.Parameter] = []
@@ -333,7 +333,7 @@ def step_elsewhere(worker: Worker, both_have_maps: bool) -> list[bool]:
 
 @pytest.mark.parametrize("both_have_maps", [True, False], ids=["all maps", "the caller's map"])
 def test_requests_after_a_step_see_it(run_workers: RunWorkers, mode: str, both_have_maps: bool) -> None:
-    assert run_workers(step_elsewhere, 2, args=(mode, both_have_maps), time_limit=40)[0] == [True] * 4
+    assert run_workers(step_elsewhere, 2, args=(mode, both_have_maps))[0] == [True] * 4
 
 
 class Nested(torch.autograd.Function):

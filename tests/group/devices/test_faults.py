@@ -167,7 +167,7 @@ def read_what_is_never_made(worker: Worker) -> str:
 def test_a_tensor_that_a_dead_worker_was_to_compute_is_an_error(
     run_workers: RunWorkers, device_kind: str
 ) -> None:
-    workers = run_workers.start(read_what_is_never_made, 2, args=("eager",), time_limit=40)
+    workers = run_workers.start(read_what_is_never_made, 2, args=("eager",))
     workers.wait_for("joined")
     workers[0].tell("all have joined")
     workers[0].wait_for("answered")

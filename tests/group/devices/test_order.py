@@ -422,7 +422,7 @@ def ask_to_use_and_drop(worker: Worker) -> int:
 
 
 def test_a_coroutine_does_not_keep_what_it_has_used(run_workers: RunWorkers, device_kind: str) -> None:
-    assert run_workers(ask_to_use_and_drop, 2, args=("eager",), time_limit=30)[0] == 20
+    assert run_workers(ask_to_use_and_drop, 2, args=("eager",))[0] == 20
 
 
 async def use_many(count: int, kind: str) -> int:

@@ -135,7 +135,7 @@ def compare_between_devices(worker: Worker) -> None:
 
 
 def test_gradients_are_moved_to_the_device_of_each_part(run_workers: RunWorkers, mode: str) -> None:
-    run_workers(compare_between_devices, 3, args=(mode,), time_limit=40)
+    run_workers(compare_between_devices, 3, args=(mode,))
 
 
 @on_devices
@@ -157,8 +157,8 @@ def call_without_a_map(worker: Worker) -> None:
 
 
 def test_a_call_that_no_part_was_sent_leaves_the_model_in_order(run_workers: RunWorkers, mode: str) -> None:
-    run_workers(call_without_a_map, 3, args=(mode,), time_limit=40)
+    run_workers(call_without_a_map, 3, args=(mode,))
 
 
 def test_a_model_of_several_workers_is_that_of_one_process(run_workers: RunWorkers, mode: str) -> None:
-    run_workers(compare_with_one_process, 3, args=(mode,), time_limit=40)
+    run_workers(compare_with_one_process, 3, args=(mode,))

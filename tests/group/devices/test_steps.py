@@ -109,7 +109,7 @@ def see_steps_of_another(worker: Worker) -> list[bool]:
 
 
 def test_what_comes_after_an_answer_sees_the_steps_of_its_call(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(see_steps_of_another, 3, args=(mode,), time_limit=40)[0] == [True] * 7
+    assert run_workers(see_steps_of_another, 3, args=(mode,))[0] == [True] * 7
 
 
 _stepped = threading.Event()
@@ -140,7 +140,7 @@ def look_at_a_reference(worker: Worker) -> list[bool]:
 
 
 def test_a_reference_shows_the_steps_on_its_value(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(look_at_a_reference, 3, args=(mode,), time_limit=40)[0] == [True]
+    assert run_workers(look_at_a_reference, 3, args=(mode,))[0] == [True]
 
 
 def see_kept(value: float) -> bool:
@@ -222,7 +222,7 @@ def backwards_after_a_step(worker: Worker) -> list[bool]:
 
 
 def test_a_backward_goes_on_with_the_parameters_of_a_step(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(backwards_after_a_step, 2, args=(mode,), time_limit=40)[0] == [True] * 6
+    assert run_workers(backwards_after_a_step, 2, args=(mode,))[0] == [True] * 6
 
 
 class StepInBackward(torch.autograd.Function):
@@ -273,7 +273,7 @@ def step_within_a_backward(worker: Worker) -> bool:
 
 
 def test_gradients_that_come_after_a_step_meet_its_parameters(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(step_within_a_backward, 3, args=(mode,), time_limit=40)[0]
+    assert run_workers(step_within_a_backward, 3, args=(mode,))[0]
 
 
 _both_step = threading.Event()
@@ -328,7 +328,7 @@ def step_at_once(worker: Worker) -> bool:
 def test_what_a_step_keeps_is_kept_until_the_next_one_that_waits_has_used_it(
     run_workers: RunWorkers, device_kind: str
 ) -> None:
-    assert run_workers(step_at_once, 2, args=("eager",), time_limit=40)[0]
+    assert run_workers(step_at_once, 2, args=("eager",))[0]
 
 
 class LateLinearLR(optim.lr_scheduler.LinearLR):
@@ -371,7 +371,7 @@ def schedule(worker: Worker) -> list[bool]:
 
 
 def test_a_step_has_the_learning_rate_of_the_scheduler(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(schedule, 2, args=(mode,), time_limit=40)[0] == [True] * 3
+    assert run_workers(schedule, 2, args=(mode,))[0] == [True] * 3
 
 
 _locked = threading.Semaphore(0)
@@ -423,4 +423,4 @@ def save_and_load_at_once(worker: Worker) -> list[bool]:
 
 
 def test_a_state_is_taken_and_loaded_between_two_steps(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(save_and_load_at_once, 2, args=(mode,), time_limit=40)[0] == [True] * 2
+    assert run_workers(save_and_load_at_once, 2, args=(mode,))[0] == [True] * 2

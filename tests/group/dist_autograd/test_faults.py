@@ -21,6 +21,7 @@ from rpc.testing.faults import Faults, Rule
 from tests.fuzz.autograd.guarded import apply_guarded
 from tests.support.default_device import not_on_devices
 from tests.support.serving import WAIT_SECONDS, in_group, in_worker0, open_gate, serve
+from tests.support.streams import until
 from tests.support.workers import RunWorkers, Task, Worker
 
 OTHER = "worker1"
@@ -57,10 +58,7 @@ def counts() -> dict[str, int]:
 
 def wait_until_nothing_is_left(worker: str) -> None:
     """Waits until a worker knows no context and takes part in no backward."""
-    for _ in range(2000):
-        if not any(rpc.rpc_sync(worker, counts).values()):
-            return
-    raise AssertionError(f"left on {worker}: {rpc.rpc_sync(worker, counts)}")
+    until(lambda: not any(rpc.rpc_sync(worker, counts).values()))
 
 
 # ---- bad input

@@ -376,7 +376,7 @@ class Tagged:
 def map_over_deaths(**options: Any) -> list[Any]:
     _tag.set("the caller's")
     items = [Tagged(number) for number in range(5)]
-    return outcomes(rpc.map(die_once, items, workers=["worker1"], timeout=25, **options))  # type: ignore[arg-type]
+    return outcomes(rpc.map(die_once, items, workers=["worker1"], timeout=50, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("retries", "third"), [(0, "WorkerLostError"), (1, 2)])

@@ -162,7 +162,8 @@ def test_errors_of_the_function_and_timeouts_are_no_losses() -> None:
         rpc.rpc_sync("worker1", raise_loss, retries=3)
     assert runs() == 2
     with pytest.raises(RpcTimeoutError):
-        rpc.rpc_sync("worker1", asyncio.sleep, args=(0.3,), timeout=0.05, retries=3)
+        rpc.rpc_sync("worker1", wait_at_gate, timeout=0.05, retries=3)
+    rpc.rpc_sync("worker1", open_gate)
     with pytest.raises(UnknownWorkerError):
         rpc.rpc_async("worker7", fail, retries=3)
     for retries in (-1, 1.5, True, "3"):

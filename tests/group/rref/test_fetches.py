@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -16,7 +17,15 @@ from rpc.runtime.current import current_agent
 from rpc.testing.faults import Faults
 from rref.delayed_answers import DelayedAnswers
 from rref.requests import CREATE
-from tests.support.serving import first_of, in_standing_group, in_worker0, open_gate, wait_at_gate
+from tests.support.late_messages import holding_late_messages
+from tests.support.serving import (
+    WAIT_SECONDS,
+    first_of,
+    in_standing_group,
+    in_worker0,
+    open_gate,
+    wait_at_gate,
+)
 from tests.support.workers import RunWorkers, Worker
 
 MADE: dict[str, Any] = {
@@ -131,7 +140,7 @@ def test_requests_are_read_though_who_made_an_object_goes_on() -> None:
         rref = rpc.remote("worker1", promise, args=(number,))
         staying = rpc.rpc_async("worker1", keep_and_stay, args=(number,))
         rref._get_future().wait()
-        fetched.append(rref.to_here(timeout=10))
+        fetched.append(rref.to_here(timeout=WAIT_SECONDS / 2))
         rpc.rpc_sync("worker1", open_gate, args=(str(number),))
         staying.wait()
     assert fetched == list(range(4))
@@ -163,7 +172,7 @@ def test_a_creator_is_heard_while_the_answer_to_another_waits_for_room() -> None
     rref = rpc.remote("worker1", make_once_fetched, args=(3,))
     fetched = rpc.rpc_async("worker2", rpc.RRef.to_here, args=(rref,))
     rref._get_future().wait()
-    called = rpc.rpc_sync("worker1", int, args=(4,), timeout=10)
+    called = rpc.rpc_sync("worker1", int, args=(4,), timeout=WAIT_SECONDS / 2)
     rpc.rpc_sync("worker1", open_gate, args=("room",))
     assert (called, fetched.wait()) == (4, 3)
 
@@ -175,11 +184,28 @@ def make_late(owner: str) -> rpc.RRef[torch.Tensor]:
         return rpc.remote(owner, torch.ones, args=(2,))
 
 
+_held: list[Callable[[], object]] = []
+
+
+def make_later(owner: str) -> rpc.RRef[torch.Tensor]:
+    """As ``make_late``; the creation is sent by ``send_creation``."""
+    with holding_late_messages() as held:
+        made = make_late(owner)
+    _held.extend(held)
+    return made
+
+
+def send_creation() -> None:
+    (send,) = _held
+    send()
+
+
 @in_standing_group()
 def test_a_reference_of_the_owner_waits_for_a_creation_that_is_late() -> None:
     assert torch.equal(rpc.rpc_sync("worker1", make_late, args=("worker0",)).to_here(), torch.ones(2))
-    late = rpc.rpc_sync("worker1", make_late, args=("worker0",))
+    late = rpc.rpc_sync("worker1", make_later, args=("worker0",))
     with pytest.raises(RpcTimeoutError, match=r"the message that creates the object of .* has not arrived"):
         late.to_here(timeout=0.01)
+    rpc.rpc_sync("worker1", send_creation)
     assert torch.equal(late.local_value(), torch.ones(2))
     assert rpc.rpc_sync("worker1", make_late, args=("worker0",)).rpc_sync().sum() == 2

@@ -10,7 +10,14 @@ import torch
 
 import rpc
 from rpc.errors import BlockingCallError
-from tests.support.serving import in_group, in_standing_group, in_worker0, open_gate, wait_at_gate
+from tests.support.serving import (
+    WAIT_SECONDS,
+    in_group,
+    in_standing_group,
+    in_worker0,
+    open_gate,
+    wait_at_gate,
+)
 from tests.support.workers import RunWorkers
 
 Futures = list[torch.futures.Future[Any]]
@@ -184,5 +191,5 @@ def test_a_destructor_of_what_was_returned_does_not_hold_up_the_next_call() -> N
     for number in range(20):
         rpc.rpc_sync("worker1", add, args=(number, 1))
     value = rpc.rpc_sync("worker1", EndsAtGate)
-    rpc.rpc_sync("worker1", open_gate, timeout=10)
+    rpc.rpc_sync("worker1", open_gate, timeout=WAIT_SECONDS / 2)
     assert int(value) == 3  # type: ignore[call-overload]

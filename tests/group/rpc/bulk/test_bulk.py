@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +28,7 @@ from rpc.group.peer import Peer
 from rpc.runtime.current import current_agent
 from tests.group.rpc.runtime.test_fork import in_child
 from tests.support import backend
+from tests.support.interrupting import interrupted
 from tests.support.serving import entering, in_standing, in_standing_group, in_worker0, serve
 from tests.support.shared_memory import echo_through_segments, mapped_segments
 from tests.support.standing import Shared
@@ -287,10 +286,7 @@ def test_a_timeout_leaves_a_transfer_under_way_and_cancelling_ends_it() -> None:
 def test_ctrl_c_ends_a_wait_and_leaves_the_transfer_under_way() -> None:
     into = bytearray(8)
     posted = bulk().post(peer(1), 3, into)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        posted.wait(SOON)
+    interrupted(posted.wait)
     rpc.rpc_sync("worker1", send_back, args=(3, b"12345678"))
     posted.wait(SOON)
     assert into == b"12345678"

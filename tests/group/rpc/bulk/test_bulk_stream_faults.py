@@ -25,8 +25,8 @@ pytestmark = backend.over_sockets
 
 COUNT = 4 * MIB
 """Elements of 4 bytes: 16 MiB."""
-SLOW_BYTES = 10 * MIB
-"""What a connection is let through in a second: a message takes most of one."""
+SLOW_BYTES = MIB // 2
+"""What a connection is let through in a second: a message takes many."""
 FAST_BYTES = 1000 * MIB
 TAG = 5
 
@@ -112,6 +112,7 @@ class Posted:
     def cancel(self) -> bool:
         assert self.transfer.cancel()
         self.into.fill_(-1)
+        rpc.rpc_sync("worker1", limit, args=(FAST_BYTES,))
         following = torch.zeros(COUNT)
         agent().messages.bulk.post(peer("worker1"), TAG, following.numpy()).wait(SOON)
         assert torch.equal(following, answer())

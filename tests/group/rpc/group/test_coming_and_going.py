@@ -53,7 +53,7 @@ def serve_store(worker: Worker) -> TCPStore:
 
 
 def join(worker: Worker, store: TCPStore) -> None:
-    options = AgentOptions(rendezvous_timeout=15.0)
+    options = AgentOptions(rendezvous_timeout=30.0)
     rpc.init_with_store(None, store, worker.name, worker.rank, worker.world_size, options)
 
 

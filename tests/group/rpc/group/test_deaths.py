@@ -10,7 +10,6 @@ import functools
 import gc
 import logging
 import re
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +20,14 @@ import torch
 
 import rpc
 from rpc.errors import RpcError, WorkerLostError
+from tests.support.ports import reserved_port
 from tests.support.refusals import refused
 from tests.support.serving import open_gate, serve, wait_at_gate
 from tests.support.tracked import Tracked
 from tests.support.worker_context import current_worker
 from tests.support.workers import RunWorkers, Worker, WorkerProcess
+
+__all__ = ["reserved_port"]
 
 DIED = "the connection was closed by the other side without a goodbye; its process has died, most likely"
 
@@ -183,7 +185,7 @@ def test_what_a_killed_caller_left_is_dropped_quietly(run_workers: RunWorkers) -
 def join_and_greet(worker: Worker, init_method: str, world_size: int) -> list[str]:
     worker.report("joining")
     worker.world_size = world_size
-    worker.join(init_method=init_method, rendezvous_timeout=25)
+    worker.join(init_method=init_method, rendezvous_timeout=50)
     names = rpc.all_gather(my_name())
     rpc.shutdown()
     return sorted(names)
@@ -191,11 +193,9 @@ def join_and_greet(worker: Worker, init_method: str, world_size: int) -> list[st
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_killed_in_init_can_be_started_again_while_the_others_wait(
-    run_workers: RunWorkers, victim: int
+    run_workers: RunWorkers, reserved_port: int, victim: int
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    args = (f"tcp://127.0.0.1:{port}", 3)
+    args = (f"tcp://127.0.0.1:{reserved_port}", 3)
     workers = run_workers.start(join_and_greet, 1, args=args)  # rank 0, who serves the store
     workers.add(join_and_greet, args, rank=2)
     workers.wait_for("joining")

@@ -89,7 +89,7 @@ def test_whoever_waits_for_a_stopped_worker_is_told_within_the_bound(run_workers
     assert len(errors) == 4
     for error in errors:
         assert re.match(STOPPED + r"its process \(\d+\) is stopped", error), error
-    assert took < 8  # 2 s, and what a loaded machine adds
+    assert took < 20  # 2 s, and what a loaded machine adds; without the option it were 30 s
 
 
 def leave_with_a_stopped_worker(worker: Worker) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ from tests.support import backend
 from tests.support.certificates import Authority
 from tests.support.network_namespaces import Hosts, enter, hosts
 from tests.support.orders import add_follower, ask, dismiss, follow_orders, start_followers
+from tests.support.ports import reserved_port
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers
 
-__all__ = ["hosts"]
+__all__ = ["hosts", "reserved_port"]
 
 TOKEN = "the token of a test"
 TCP: dict[str, Any] = {"listen": "127.0.0.1", "transports": ["tcp"], "token": TOKEN}
@@ -90,7 +90,7 @@ def test_a_newcomer_with_other_tls_options_is_refused_and_the_group_goes_on(
     assert "can reach none of its members (worker 'worker" in said
     assert all(f"worker 'worker{rank}': " in said for rank in range(3))
     assert expected in said
-    assert logged in workers[0].log.read_text()
+    until(lambda: logged in workers[0].log.read_text())
     reach_each_other(list(workers)[:3])
     another = add_follower(workers, **SOON, **TCP, **tls[members])
     reach_each_other([*list(workers)[:3], another])
@@ -189,14 +189,14 @@ def follow_longer_on(worker: Worker, hosts: tuple[list[str], list[str], str], wh
 # ---- a damaged store
 
 
-def test_members_write_their_entries_again_when_somebody_deletes_them(run_workers: RunWorkers) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    where = {"init_method": f"tcp://127.0.0.1:{port}", **SOON}
+def test_members_write_their_entries_again_when_somebody_deletes_them(
+    run_workers: RunWorkers, reserved_port: int
+) -> None:
+    where = {"init_method": f"tcp://127.0.0.1:{reserved_port}", **SOON}
     workers = run_workers.start(follow_orders, 1, kwargs=where)
     workers[0].wait_for("ready")
     add_follower(workers, **where)
-    store = PrefixStore("farcall/default", TCPStore("127.0.0.1", port, is_master=False))
+    store = PrefixStore("farcall/default", TCPStore("127.0.0.1", reserved_port, is_master=False))
     for key in ("arrivals", "unsettled", "arrival/1", "arrival/1/verdict", "arrival/2", "arrival/2/verdict"):
         store.delete_key(key)
     for worker in workers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from rpc.errors import RpcError
 from rpc.transport import tcp
 from tests.support.network_namespaces import Hosts, enter, hosts
 from tests.support.orders import ask, dismiss, follow_orders
+from tests.support.ports import reserved_port
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, WorkerProcess, Workers
 
-__all__ = ["hosts"]
+__all__ = ["hosts", "reserved_port"]
 
 pytestmark = pytest.mark.nightly
 
@@ -117,14 +117,12 @@ def follow_orders_at(worker: Worker, port: int) -> None:
 
 
 def test_a_worker_that_was_stopped_while_it_served_the_store_is_out_of_the_group(
-    run_workers: RunWorkers,
+    run_workers: RunWorkers, reserved_port: int
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        free_port = free.getsockname()[1]
-    workers = run_workers.start(follow_orders_at, 1, args=(free_port,))
+    workers = run_workers.start(follow_orders_at, 1, args=(reserved_port,))
     workers[0].wait_for("ready")
     for _ in range(2):
-        workers.add(follow_orders_at, args=(free_port,)).wait_for("ready")
+        workers.add(follow_orders_at, args=(reserved_port,)).wait_for("ready")
     for worker in workers:
         ask(worker, look_at_all)
     workers[0].stop()
@@ -133,4 +131,4 @@ def test_a_worker_that_was_stopped_while_it_served_the_store_is_out_of_the_group
     workers[0].resume()
     until(lambda: "is out of its group: others had lost it" in workers[0].log.read_text())
     sees(workers[0], ["worker0"])
-    only_group(workers, workers.add(follow_orders_at, args=(free_port,)), [1, 2])
+    only_group(workers, workers.add(follow_orders_at, args=(reserved_port,)), [1, 2])

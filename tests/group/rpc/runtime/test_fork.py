@@ -290,7 +290,7 @@ def test_a_child_ends_as_any_process_does(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert (done.stdout, done.stderr, done.returncode) == (

@@ -149,5 +149,6 @@ def work_with_garbage(worker: Worker) -> int:
 
 def test_finalizers_may_run_in_every_locked_section(run_workers: RunWorkers) -> None:
     workers = run_workers.start(work_with_garbage, 2)
-    assert workers[1].wait_for("all gone") > 300
+    while workers[1].wait_for("all gone") < 300:  # some may be gone before others are made
+        pass
     assert workers.results() == [300, 0]

@@ -23,6 +23,7 @@ from tests.support import backend
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.refusals import refused
 from tests.support.serving import in_group, serve
+from tests.support.streams import until
 from tests.support.workers import RunWorkers, Task, Worker
 
 SAFE: dict[str, Any] = {"deserialization": "safe"}
@@ -210,6 +211,9 @@ def gather_in_vain(worker: Worker) -> str:
     """Of three, the last does not come, and the first does not wait for long."""
     with worker.group(**SAFE):
         told = ""
+        if worker.rank == 0:
+            names = ("worker0", "worker1", "worker2")
+            until(lambda: current_agent().gathering.missing(names, 0) == ["worker0", "worker2"])
         if worker.rank < 2:
             with pytest.raises(RpcTimeoutError) as caught:
                 rpc.barrier(timeout=0.5 if worker.rank == 0 else 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from rpc.testing.faults import Fault, Faults, InjectedFaultError
 from rpc.wire.frames import Kind
+from tests.support.late_messages import holding_late_messages
 from tests.support.serving import in_standing_group
 
 _calls: list[None] = []
@@ -32,11 +35,22 @@ def test_a_call_that_fails_says_so_and_never_comes() -> None:
 
 @in_standing_group()
 def test_what_is_sent_meanwhile_overtakes_what_is_late() -> None:
-    with Faults() as faults:
+    with Faults() as faults, holding_late_messages() as held:
         faults.delay("call", seconds=0.2, times=1)
         late = rpc.rpc_async("worker1", count)
         assert rpc.rpc_sync("worker1", count) == 1
+        (send,) = held
+        send()
         assert late.wait() == 2
+
+
+@in_standing_group()
+def test_what_is_late_is_sent_when_its_time_has_come() -> None:
+    with Faults() as faults:
+        faults.delay("call", seconds=0.2, times=1)
+        begun = time.monotonic()
+        assert rpc.rpc_sync("worker1", count) == 1
+        assert time.monotonic() - begun >= 0.2
 
 
 @in_standing_group()
