@@ -26,7 +26,7 @@ from rref.names import check_object_name
 from rref.proxy import RRefProxy
 from spmd.elastic.errors import StateLostError
 from spmd.elastic.replicated.host import RAISED, UNANSWERED, VALUE, Host, call
-from spmd.elastic.replicated.hosts import Hosts, hosts
+from spmd.elastic.replicated.hosts import STANDBY, Hosts, hosts
 from spmd.elastic.replicated.machine import OBJECT, WHOLE, Method, check_not_inside
 from spmd.elastic.replicated.order import Call
 
@@ -34,6 +34,9 @@ __all__ = ["Replicated"]
 
 _MAX_OPEN: Final = 256
 """Maximum number of calls of one process that are not over; so many answers are remembered for it."""
+
+_MAX_SHOWN: Final = 1000
+"""Maximum length of a maker's arguments that other workers compare with theirs."""
 
 _FIRST_PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.5
@@ -85,21 +88,22 @@ class Replicated:
             raise TypeError(f"make is called to make the object; got {make!r:.100}")
         if type(copies) is not int or copies < 1:
             raise ValueError(f"copies is the number of copies, 1 or more; got {copies!r:.100}")
-        function = make.func if isinstance(make, functools.partial) else make
+        function, arguments = (make.func, _shown(make)) if isinstance(make, functools.partial) else (make, "")
         made = getattr(function, "__qualname__", type(function).__qualname__)
         self.name = check_object_name(made if name is None else name)
         check_may_block()
         found = hosts()
-        description = f"a {made} in {copies} copies"
+        description = f"a {made}{arguments} in {copies} copies"
+        old = found.by_name.get(self.name)
+        if old is not None and (old.description != description or _differ(make, old.machine.maker)):
+            if any(each.role not in ("", STANDBY) for each in found.survey(self.name, None).values()):
+                raise NameTakenError(
+                    f"this worker has another replicated object named '{self.name}', which another function, "
+                    "or other arguments, have made. Choose another name, by name="
+                )
+            old.give_up()  # all copies are gone
         with found.changed:
             host = found.by_name.get(self.name) or Host(found, self.name, description, make, copies)
-        if host.description != description:
-            found.survey(self.name, description)  # raises
-        if _differ(make, host.make):
-            raise NameTakenError(
-                f"this worker has another replicated object named '{self.name}', which another function, or "
-                "other arguments, have made. Choose another name, by name="
-            )
         with waits.waiting("elastic.Replicated", list, name=self.name):
             self._identity = host.enter(monotonic() + timeout)
 
@@ -172,6 +176,18 @@ class Replicated:
 
     def __repr__(self) -> str:
         return f"Replicated('{self.name}')"
+
+
+def _shown(make: functools.partial[Any]) -> str:
+    """Return the arguments as text that is the same on all workers; "..." for those that may have none."""
+    named = [f"{name}={_plain(value)}" for name, value in sorted(make.keywords.items())]
+    text = ", ".join([*map(_plain, make.args), *named])
+    return f"({text})" if len(text) <= _MAX_SHOWN else "(...)"
+
+
+def _plain(value: Any) -> str:
+    is_plain = value is None or type(value) in (bool, int, float, str, bytes)
+    return repr(value) if is_plain else "..."
 
 
 def _differ(make: Callable[[], Any], other: Callable[[], Any]) -> bool:
