@@ -16,7 +16,7 @@ import rpc
 from dist_optim import DistributedOptimizer
 from rpc.errors import NameTakenError, RpcTimeoutError, WorkerLostError
 from spmd.elastic.errors import ElasticError, StateLostError
-from spmd.elastic.replicated.handle import Replicated
+from spmd.elastic.replicated.handle import Replicated, _shown
 from tests.support.serving import in_standing_group
 from tests.support.workers import RunWorkers, Worker
 
@@ -312,13 +312,34 @@ class Table:
 def test_object_that_is_made_with_other_arguments_needs_another_name(run_workers: RunWorkers) -> None:
     def make(worker: Worker) -> Any:
         init(worker)
+        if worker.rank:
+            worker.wait_for("made")
+            with pytest.raises(NameTakenError, match=r"a Table\(10\) in 1 copies, where this .* Table\(1000\)"):
+                Replicated(functools.partial(Table, 1000), copies=1)
+            return Replicated(functools.partial(Table, 10), copies=1).rpc_sync().count()
         first, again = (Replicated(functools.partial(Table, 10), copies=1) for _ in range(2))
         with pytest.raises(NameTakenError, match="named 'Table', which another function, or other arguments"):
             Replicated(functools.partial(Table, 1000), copies=1)
         other = Replicated(functools.partial(Table, 1000), copies=1, name="other")
+        worker.report("made")
+        worker.wait_for("end")
         return [each.rpc_sync().count() for each in (first, again, other)]
 
-    assert run_workers(make, 1, time_limit=60) == [[10, 10, 1000]]
+    workers = run_workers.start(make, 2, time_limit=60)
+    workers[0].wait_for("made")
+    workers[1].tell("made")
+    assert workers[1].result() == 10
+    workers[0].tell("end")
+    assert workers[0].result() == [10, 10, 1000]
+
+
+def test_only_plain_arguments_of_makers_are_compared_between_workers() -> None:
+    def shown(*args: Any, **kwargs: Any) -> str:
+        return _shown(functools.partial(Table, *args, **kwargs))
+
+    assert shown(1, "a", rows=2.5, columns=None) == "(1, 'a', columns=None, rows=2.5)"
+    assert shown(torch.rand(3), {"b", "a"}, [1], rows=object()) == "(..., ..., ..., rows=...)"
+    assert shown("a" * 2000) == "(...)"
 
 
 @in_standing_group()
