@@ -35,9 +35,6 @@ __all__ = ["Replicated"]
 _MAX_OPEN: Final = 256
 """Maximum number of calls of one process that are not over; so many answers are remembered for it."""
 
-_MAX_SHOWN: Final = 1000
-"""Maximum length of a maker's arguments that other workers compare with theirs."""
-
 _FIRST_PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.5
 
@@ -76,6 +73,8 @@ class Replicated:
         server.rpc_sync().push(gradient)
     """
 
+    _target = OBJECT
+
     def __init__(
         self,
         make: Callable[[], Any],
@@ -88,7 +87,10 @@ class Replicated:
             raise TypeError(f"make is called to make the object; got {make!r:.100}")
         if type(copies) is not int or copies < 1:
             raise ValueError(f"copies is the number of copies, 1 or more; got {copies!r:.100}")
-        function, arguments = (make.func, _shown(make)) if isinstance(make, functools.partial) else (make, "")
+        function, arguments = make, ""
+        if isinstance(make, functools.partial):
+            named = [f"{key}={_shown(value)}" for key, value in sorted(make.keywords.items())]
+            function, arguments = make.func, f"({', '.join([*map(_shown, make.args), *named])})"
         made = getattr(function, "__qualname__", type(function).__qualname__)
         self.name = check_object_name(made if name is None else name)
         check_may_block()
@@ -139,13 +141,13 @@ class Replicated:
             timeout: timeout of each call in seconds, with all repetitions; 0 for no limit. Default: the
                 timeout of calls. After a timeout, the call may have run, or may still run.
         """
-        return RRefProxy(self, functools.partial(self._call, OBJECT), timeout)
+        return RRefProxy(self, functools.partial(self._call, self._target), timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
         """Like ``rpc_sync``, but each method returns a future immediately. Calls may run in another order
         than they were made in; arguments must not be changed until the future is completed.
         """
-        return RRefProxy(self, functools.partial(self._start, OBJECT), timeout)
+        return RRefProxy(self, functools.partial(self._start, self._target), timeout)
 
     def workers(self) -> list[str]:
         """Return the names of the workers that have copies now; the first one answers the calls."""
@@ -172,22 +174,16 @@ class Replicated:
         return line
 
     def __reduce__(self) -> Any:
-        return _handle, (self.name, self._identity)
+        return _handle, (self.name, self._identity, self._target)
 
     def __repr__(self) -> str:
         return f"Replicated('{self.name}')"
 
 
-def _shown(make: functools.partial[Any]) -> str:
-    """Return the arguments as text that is the same on all workers; "..." for those that may have none."""
-    named = [f"{name}={_plain(value)}" for name, value in sorted(make.keywords.items())]
-    text = ", ".join([*map(_plain, make.args), *named])
-    return f"({text})" if len(text) <= _MAX_SHOWN else "(...)"
-
-
-def _plain(value: Any) -> str:
-    is_plain = value is None or type(value) in (bool, int, float, str, bytes)
-    return repr(value) if is_plain else "..."
+def _shown(argument: Any) -> str:
+    """Return an argument of a maker as text, the same on all workers; "..." if there is no short one."""
+    is_plain = argument is None or type(argument) in (bool, int, float, str, bytes)
+    return text if is_plain and len(text := repr(argument)) <= 100 else "..."
 
 
 def _differ(make: Callable[[], Any], other: Callable[[], Any]) -> bool:
@@ -200,9 +196,9 @@ def _differ(make: Callable[[], Any], other: Callable[[], Any]) -> bool:
         return False
 
 
-def _handle(name: str, identity: int) -> Replicated:
+def _handle(name: str, identity: int, target: int = OBJECT) -> Replicated:
     found = Replicated.__new__(Replicated)
-    found.name, found._identity = name, identity
+    found.name, found._identity, found._target = name, identity, target
     return found
 
 
@@ -405,23 +401,9 @@ class _Parameter(HostedParameter):
     def make_optimizer(
         self, optimizer_class: Callable[..., Any], references: Sequence[_Parameter], *how: Any
     ) -> Future[tuple[Any, list[list[int]]]]:
-        numbers = [each._number for each in references]
-        made = self._handle._start(
-            WHOLE, "make_optimizer", (optimizer_class, numbers, *how), {}, UNSET_TIMEOUT
+        """Make one on all copies; in place of its ``RRef`` comes a ``Replicated`` that calls it."""
+        handle, numbers = self._handle, [each._number for each in references]
+        made = handle._start(WHOLE, "make_optimizer", (optimizer_class, numbers, *how), {}, UNSET_TIMEOUT)
+        return made.then(
+            lambda done: (_handle(handle.name, handle._identity, done.value()[0]), done.value()[1])
         )
-        return made.then(lambda done: (_Optimizer(self._handle, done.value()[0]), done.value()[1]))
-
-
-class _Optimizer:
-    """An optimizer of a replicated module's parameters, on all copies; in place of an ``RRef``."""
-
-    def __init__(self, handle: Replicated, number: int) -> None:
-        self._handle, self._number = handle, number
-
-    def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
-        """See ``Replicated.rpc_sync``."""
-        return RRefProxy(self._handle, functools.partial(self._handle._call, self._number), timeout)
-
-    def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
-        """See ``Replicated.rpc_async``."""
-        return RRefProxy(self._handle, functools.partial(self._handle._start, self._number), timeout)

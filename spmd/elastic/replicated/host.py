@@ -100,6 +100,7 @@ class Host:
         self, hosts: Hosts, name: str, description: str, maker: Callable[[], Any], copies: int
     ) -> None:
         self.hosts, self.name, self.description = hosts, name, description
+        self._own_name: str = hosts.agent.info.name
         self.machine = ObjectMachine(maker)
         self.copy = Copy(hosts.me, self.machine, copies)
         self.copy.gone = hosts.gone
@@ -144,7 +145,7 @@ class Host:
             ready = [each for each in found.values() if each.ready]
             if self.error is not None:
                 raise ElasticError(
-                    f"worker '{hosts.agent.info.name}' cannot keep a copy of '{self.name}': "
+                    f"worker '{self._own_name}' cannot keep a copy of '{self.name}': "
                     f"{type(self.error).__name__}: {self.error}"
                 ) from self.error
             if ready:
@@ -164,12 +165,10 @@ class Host:
         and founds if none of them has said so: of two, at most one finds that.
         """
         hosts = self.hosts
-        candidates = [each for each, status in found.items() if status.role == CANDIDATE]
-        ids = {each: peer.member.info.id for each in candidates if (peer := hosts.losses.peer(each))}
         own = hosts.agent.info.id
-        if any(number < own for each, number in ids.items() if each != hosts.me):
-            return
-        if not hosts.is_complete(found):
+        peers = [hosts.losses.peer(each) for each, status in found.items() if status.role == CANDIDATE]
+        is_first = not any(each is not None and each.member.info.id < own for each in peers)
+        if not is_first or not hosts.is_complete(found):
             return
         with self.lock:
             if self.copy.view is not None:
@@ -222,7 +221,7 @@ class Host:
             except Exception as error:  # the state cannot be taken over
                 self.error = error
                 logger.warning(
-                    "worker '%s' cannot keep a copy of '%s'", self.hosts.agent.info.name, self.name,
+                    "worker '%s' cannot keep a copy of '%s'", self._own_name, self.name,
                     exc_info=error,
                 )  # fmt: skip
                 return Refusal.UNFIT, 0
@@ -372,11 +371,6 @@ class Host:
             self.woken.wait(pause)
             self.woken.clear()
 
-    @property
-    def _own_name(self) -> str:
-        name: str = self.hosts.agent.info.name
-        return name
-
     def _look(self) -> float | None:
         """Take over, go on without lost copies, or add one. Return the seconds after which this has to be
         tried again, or None.
@@ -411,9 +405,9 @@ class Host:
         self.offers |= {each for each, status in found.items() if status.role in (STANDBY, CANDIDATE)}
         candidates = [each for each in self.offers if not hosts.is_lost(each) and copy.may_add(each)]
         self.offers.clear()
-        if not candidates:
+        copy.candidate = max(candidates, key=self._is_elsewhere, default=None)
+        if copy.candidate is None:
             return LOG_SECONDS
-        copy.candidate = max(candidates, key=self._is_elsewhere)
         self._settle()
         if copy.failure is not None and not self._warned:
             logger.warning("'%s' has a copy less, as it cannot be copied: %s", self.name, copy.failure)
