@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rpc.agent.futures import Future
+from spmd.elastic.errors import ElasticError
 from spmd.elastic.replicated.host import Host
 from spmd.elastic.replicated.hosts import Status
 from spmd.elastic.replicated.machine import OBJECT, WHOLE, Method, ObjectMachine
@@ -153,6 +154,14 @@ def test_object_that_cannot_be_copied_is_warned_of_once(
     first.call(Call(9, 2, 2, Method(OBJECT, "keep", (list,), {})), 0)
     first.woken.set()
     assert copied.wait(TIME_LIMIT), "nobody has got a copy"
+
+
+def test_worker_that_has_not_found_the_object_in_time_does_not_stand_by(group: Group) -> None:
+    first = group.add(1)
+    first.hosts.is_complete = lambda answered: False  # type: ignore[method-assign]
+    with pytest.raises(ElasticError, match="only 1 of the 1 workers"):
+        first.enter(monotonic())
+    assert first.hosts.by_name == {}
 
 
 def test_threads_of_a_worker_found_an_object_once(group: Group) -> None:
