@@ -89,6 +89,8 @@ def test_no_update_is_lost_or_doubled_when_servers_are_killed(run_workers: RunWo
             server.rpc_sync().push(torch.ones(3, dtype=torch.float64))
             if number == 20:
                 worker.report("a third is done", server.workers()[0])
+            if number == 40:
+                worker.wait_for("killed")
         worker.report("pushed", wait_for_copies(server))
         worker.wait_for("look")
         return server.rpc_sync().look()
@@ -96,6 +98,8 @@ def test_no_update_is_lost_or_doubled_when_servers_are_killed(run_workers: RunWo
     workers = run_workers.start([serve, serve, serve, train, train], 5, time_limit=60)
     servers = {each.name: each for each in workers[:3]}
     servers.pop(workers[3].wait_for("a third is done")).kill()
+    for each in workers[3:]:
+        each.tell("killed")
     for each in workers[3:]:
         names = each.wait_for("pushed")
     assert set(names) == set(servers)
