@@ -26,7 +26,7 @@ from rref.names import check_object_name
 from rref.proxy import RRefProxy
 from spmd.elastic.errors import StateLostError
 from spmd.elastic.replicated.host import RAISED, UNANSWERED, VALUE, Host, call
-from spmd.elastic.replicated.hosts import Hosts, hosts
+from spmd.elastic.replicated.hosts import STANDBY, Hosts, hosts
 from spmd.elastic.replicated.machine import OBJECT, WHOLE, Method, check_not_inside
 from spmd.elastic.replicated.order import Call
 
@@ -73,6 +73,8 @@ class Replicated:
         server.rpc_sync().push(gradient)
     """
 
+    _target = OBJECT
+
     def __init__(
         self,
         make: Callable[[], Any],
@@ -85,21 +87,25 @@ class Replicated:
             raise TypeError(f"make is called to make the object; got {make!r:.100}")
         if type(copies) is not int or copies < 1:
             raise ValueError(f"copies is the number of copies, 1 or more; got {copies!r:.100}")
-        function = make.func if isinstance(make, functools.partial) else make
+        function, arguments = make, ""
+        if isinstance(make, functools.partial):
+            named = [f"{key}={_shown(value)}" for key, value in sorted(make.keywords.items())]
+            function, arguments = make.func, f"({', '.join([*map(_shown, make.args), *named])})"
         made = getattr(function, "__qualname__", type(function).__qualname__)
         self.name = check_object_name(made if name is None else name)
         check_may_block()
         found = hosts()
-        description = f"a {made} in {copies} copies"
+        description = f"a {made}{arguments} in {copies} copies"
+        old = found.by_name.get(self.name)
+        if old is not None and (old.description != description or _differ(make, old.machine.maker)):
+            if any(each.role not in ("", STANDBY) for each in found.survey(self.name, None).values()):
+                raise NameTakenError(
+                    f"this worker has another replicated object named '{self.name}', which another function, "
+                    "or other arguments, have made. Choose another name, by name="
+                )
+            old.give_up()  # all copies are gone
         with found.changed:
             host = found.by_name.get(self.name) or Host(found, self.name, description, make, copies)
-        if host.description != description:
-            found.survey(self.name, description)  # raises
-        if _differ(make, host.make):
-            raise NameTakenError(
-                f"this worker has another replicated object named '{self.name}', which another function, or "
-                "other arguments, have made. Choose another name, by name="
-            )
         with waits.waiting("elastic.Replicated", list, name=self.name):
             self._identity = host.enter(monotonic() + timeout)
 
@@ -135,13 +141,13 @@ class Replicated:
             timeout: timeout of each call in seconds, with all repetitions; 0 for no limit. Default: the
                 timeout of calls. After a timeout, the call may have run, or may still run.
         """
-        return RRefProxy(self, functools.partial(self._call, OBJECT), timeout)
+        return RRefProxy(self, functools.partial(self._call, self._target), timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
         """Like ``rpc_sync``, but each method returns a future immediately. Calls may run in another order
         than they were made in; arguments must not be changed until the future is completed.
         """
-        return RRefProxy(self, functools.partial(self._start, OBJECT), timeout)
+        return RRefProxy(self, functools.partial(self._start, self._target), timeout)
 
     def workers(self) -> list[str]:
         """Return the names of the workers that have copies now; the first one answers the calls."""
@@ -168,10 +174,16 @@ class Replicated:
         return line
 
     def __reduce__(self) -> Any:
-        return _handle, (self.name, self._identity)
+        return _handle, (self.name, self._identity, self._target)
 
     def __repr__(self) -> str:
         return f"Replicated('{self.name}')"
+
+
+def _shown(argument: Any) -> str:
+    """Return an argument of a maker as text, the same on all workers; "..." if there is no short one."""
+    is_plain = argument is None or type(argument) in (bool, int, float, str, bytes)
+    return text if is_plain and len(text := repr(argument)) <= 100 else "..."
 
 
 def _differ(make: Callable[[], Any], other: Callable[[], Any]) -> bool:
@@ -184,9 +196,9 @@ def _differ(make: Callable[[], Any], other: Callable[[], Any]) -> bool:
         return False
 
 
-def _handle(name: str, identity: int) -> Replicated:
+def _handle(name: str, identity: int, target: int = OBJECT) -> Replicated:
     found = Replicated.__new__(Replicated)
-    found.name, found._identity = name, identity
+    found.name, found._identity, found._target = name, identity, target
     return found
 
 
@@ -389,23 +401,9 @@ class _Parameter(HostedParameter):
     def make_optimizer(
         self, optimizer_class: Callable[..., Any], references: Sequence[_Parameter], *how: Any
     ) -> Future[tuple[Any, list[list[int]]]]:
-        numbers = [each._number for each in references]
-        made = self._handle._start(
-            WHOLE, "make_optimizer", (optimizer_class, numbers, *how), {}, UNSET_TIMEOUT
+        """Make one on all copies; in place of its ``RRef`` comes a ``Replicated`` that calls it."""
+        handle, numbers = self._handle, [each._number for each in references]
+        made = handle._start(WHOLE, "make_optimizer", (optimizer_class, numbers, *how), {}, UNSET_TIMEOUT)
+        return made.then(
+            lambda done: (_handle(handle.name, handle._identity, done.value()[0]), done.value()[1])
         )
-        return made.then(lambda done: (_Optimizer(self._handle, done.value()[0]), done.value()[1]))
-
-
-class _Optimizer:
-    """An optimizer of a replicated module's parameters, on all copies; in place of an ``RRef``."""
-
-    def __init__(self, handle: Replicated, number: int) -> None:
-        self._handle, self._number = handle, number
-
-    def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
-        """See ``Replicated.rpc_sync``."""
-        return RRefProxy(self._handle, functools.partial(self._handle._call, self._number), timeout)
-
-    def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
-        """See ``Replicated.rpc_async``."""
-        return RRefProxy(self._handle, functools.partial(self._handle._start, self._number), timeout)

@@ -22,7 +22,6 @@ from dist_autograd.contexts import current
 from rpc.errors import (
     GivenUpError,
     MessageLostError,
-    NameTakenError,
     NotInitializedError,
     RpcError,
     SerializationError,
@@ -35,7 +34,7 @@ from rpc.serialization.exception_state import twin
 from rpc.serialization.settings import allow_function
 from spmd.elastic.errors import ElasticError, PutOut
 from spmd.elastic.losses import LOG_SECONDS
-from spmd.elastic.replicated.hosts import CANDIDATE, FOUNDING, MEMBER, Hosts, Status, part
+from spmd.elastic.replicated.hosts import CANDIDATE, FOUNDING, MEMBER, STANDBY, Hosts, Status, part
 from spmd.elastic.replicated.machine import WHOLE, Method, ObjectMachine, owned
 from spmd.elastic.replicated.order import (
     Answer,
@@ -75,6 +74,8 @@ _OF_GRADIENTS: Final = ("norms", "scale")
 
 _FIRST_PAUSE: Final = 0.005
 _ASK_SECONDS: Final = 0.1
+_COPY_SECONDS: Final = 10.0
+"""Interval at which it is tried to copy an object that cannot be copied."""
 
 
 class Host:
@@ -84,7 +85,7 @@ class Host:
         hosts: of this agent.
         name: of the object.
         description: what it is, and how many copies it has; the same on all hosts.
-        make: makes the object.
+        maker: makes the object.
         copies: the wanted number of copies.
 
     Attributes:
@@ -96,10 +97,11 @@ class Host:
     """
 
     def __init__(
-        self, hosts: Hosts, name: str, description: str, make: Callable[[], Any], copies: int
+        self, hosts: Hosts, name: str, description: str, maker: Callable[[], Any], copies: int
     ) -> None:
-        self.hosts, self.name, self.description, self.make = hosts, name, description, make
-        self.machine = ObjectMachine(make)
+        self.hosts, self.name, self.description = hosts, name, description
+        self._own_name: str = hosts.agent.info.name
+        self.machine = ObjectMachine(maker)
         self.copy = Copy(hosts.me, self.machine, copies)
         self.copy.gone = hosts.gone
         self.identity = 0
@@ -107,7 +109,9 @@ class Host:
         self.offers: set[int] = set()
         self.error: Exception | None = None
         self.woken = threading.Event()
+        self._entering: set[int] = set()
         self._founding = False
+        self._warned = False
         self._serial = 0
         hosts.by_name[name] = self
         threading.Thread(target=self._run, name=f"copy of {name}", daemon=True).start()
@@ -122,18 +126,26 @@ class Host:
             ElasticError: there were not enough workers in time, or this one cannot keep its copy.
             Exception: what making the object has raised.
         """
+        thread = threading.get_ident()
+        self._entering.add(thread)
+        try:
+            return self._enter(deadline)
+        except BaseException:
+            if self.copy.view is None and self._entering == {thread}:
+                self.give_up()
+            raise
+        finally:
+            self._entering.discard(thread)
+
+    def _enter(self, deadline: float) -> int:
         hosts, copy = self.hosts, self.copy
         while True:
             hosts.check()
-            try:
-                found = hosts.survey(self.name, self.description, offer=True)
-            except NameTakenError:
-                self._give_up()
-                raise
+            found = hosts.survey(self.name, self.description, offer=True)
             ready = [each for each in found.values() if each.ready]
             if self.error is not None:
                 raise ElasticError(
-                    f"worker '{hosts.agent.info.name}' cannot keep a copy of '{self.name}': "
+                    f"worker '{self._own_name}' cannot keep a copy of '{self.name}': "
                     f"{type(self.error).__name__}: {self.error}"
                 ) from self.error
             if ready:
@@ -153,48 +165,47 @@ class Host:
         and founds if none of them has said so: of two, at most one finds that.
         """
         hosts = self.hosts
-        candidates = [each for each, status in found.items() if status.role == CANDIDATE]
-        ids = {each: peer.member.info.id for each in candidates if (peer := hosts.losses.peer(each))}
         own = hosts.agent.info.id
-        if any(number < own for each, number in ids.items() if each != hosts.me):
+        peers = [hosts.losses.peer(each) for each, status in found.items() if status.role == CANDIDATE]
+        is_first = not any(each is not None and each.member.info.id < own for each in peers)
+        if not is_first or not hosts.is_complete(found):
             return
-        if not hosts.is_complete(found):
-            return
-        self._founding = True
-        try:
-            found = hosts.survey(self.name, self.description, offer=True)
-            others = [status for each, status in found.items() if each != hosts.me]
-            if any(each.role in (FOUNDING, MEMBER) for each in others) or not hosts.is_complete(found):
-                return
+        with self.lock:
+            if self.copy.view is not None:
+                return  # another thread has founded it
+            self._founding = True
             try:
+                found = hosts.survey(self.name, self.description, offer=True)
+                others = [status for each, status in found.items() if each != hosts.me]
+                if any(each.role in (FOUNDING, MEMBER) for each in others) or not hosts.is_complete(found):
+                    return
                 self.machine.make()
                 if self.copy.copies > 1:
                     self.machine.snapshot()
-            except BaseException:
-                self._give_up()
-                raise
-            with self.lock:
                 self.identity = secrets.randbits(62)
                 self.copy.found()
-        finally:
-            self._founding = False
+                self._drive(self.copy.settle())
+            finally:
+                self._founding = False
         self.woken.set()
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """Have no part in the object any more; ends this host's thread."""
-        del self.hosts.by_name[self.name]
+        if self.hosts.by_name.get(self.name) is self:
+            del self.hosts.by_name[self.name]
         self.woken.set()
 
     def status(self) -> Status:
         """Return what to tell other workers."""
         view = self.copy.view
         if view is None:
-            return Status(FOUNDING if self._founding else "" if self.copy.unfit else CANDIDATE)
+            role = FOUNDING if self._founding else CANDIDATE if self._entering else STANDBY
+            return Status("" if self.copy.unfit and not self._founding else role)
         if self.copy.deposed:
             return Status()
         if not self.copy.is_primary:
             return Status(MEMBER, self.identity)
-        return Status(MEMBER, self.identity, view.number, view.ready)
+        return Status(MEMBER, self.identity, view.number, self.copy.is_ready)
 
     # ---- a backup
 
@@ -210,7 +221,7 @@ class Host:
             except Exception as error:  # the state cannot be taken over
                 self.error = error
                 logger.warning(
-                    "worker '%s' cannot keep a copy of '%s'", self.hosts.agent.info.name, self.name,
+                    "worker '%s' cannot keep a copy of '%s'", self._own_name, self.name,
                     exc_info=error,
                 )  # fmt: skip
                 return Refusal.UNFIT, 0
@@ -240,7 +251,7 @@ class Host:
         is_lost = context is not None and begun not in (0, self.hosts.me)
         with self.lock:
             view = copy.view
-            if not copy.is_primary or view is None or not view.ready or self.hosts.closed.is_set():
+            if not copy.is_primary or view is None or not copy.is_ready or self.hosts.closed.is_set():
                 return ELSEWHERE, None
             ended = tuple(each for each in copy.sessions if each in self.hosts.lost)
             what: Method = call.what
@@ -345,40 +356,37 @@ class Host:
     def _run(self) -> None:
         hosts = self.hosts
         while hosts.by_name.get(self.name) is self and not hosts.closed.is_set():
-            busy = False
+            pause = None
             try:
                 hosts.check()
-                busy = self._look()
+                pause = self._look()
             except DeposedError:
                 logger.info("another copy of '%s' has taken over from worker '%s'", self.name, self._own_name)
             except PutOut as error:
                 logger.warning("%s", error)
                 return
             except RpcError as error:
-                busy = True
+                pause = _ASK_SECONDS
                 logger.debug("the copies of '%s' could not be looked after: %s", self.name, error)
-            self.woken.wait(_ASK_SECONDS if busy else None)
+            self.woken.wait(pause)
             self.woken.clear()
 
-    @property
-    def _own_name(self) -> str:
-        name: str = self.hosts.agent.info.name
-        return name
-
-    def _look(self) -> bool:
-        """Take over, go on without lost copies, or add one; true if this has to be tried again soon."""
+    def _look(self) -> float | None:
+        """Take over, go on without lost copies, or add one. Return the seconds after which this has to be
+        tried again, or None.
+        """
         hosts, copy = self.hosts, self.copy
         view = copy.view
         if view is None or copy.deposed:
-            return False
+            return None
         if not copy.is_primary:
             before = view.members[: view.members.index(hosts.me)]
             if not all(map(hosts.is_lost, before)):
-                return False
+                return None
             hosts.learn(before)
             with self.lock:
                 if not copy.may_take_over():
-                    return True
+                    return _ASK_SECONDS
                 copy.take_over()
                 self._drive(copy.settle())
             logger.warning(
@@ -388,19 +396,31 @@ class Host:
             )
         elif lost := [each for each in view.members if hosts.is_lost(each)]:
             hosts.learn(lost)
-            with self.lock:
-                self._drive(copy.settle())
+            self._settle()
             if any(map(hosts.is_lost, self._members())):
-                return True  # one may live, as far as is known
+                return _ASK_SECONDS  # one may live, as far as is known
         if len(self._members()) >= copy.copies:
-            return False
+            return None
         found = hosts.survey(self.name, self.description)
-        self.offers |= {each for each, status in found.items() if status.role == CANDIDATE}
-        candidates = [each for each in self.offers if not hosts.is_lost(each) and each not in self._members()]
+        self.offers |= {each for each, status in found.items() if status.role in (STANDBY, CANDIDATE)}
+        candidates = [each for each in self.offers if not hosts.is_lost(each) and copy.may_add(each)]
         self.offers.clear()
-        if candidates:
-            self._add(max(candidates, key=self._is_elsewhere))
-        return len(self._members()) < copy.copies
+        copy.candidate = max(candidates, key=self._is_elsewhere, default=None)
+        if copy.candidate is None:
+            return LOG_SECONDS
+        self._settle()
+        if copy.failure is not None and not self._warned:
+            logger.warning("'%s' has a copy less, as it cannot be copied: %s", self.name, copy.failure)
+        self._warned = copy.failure is not None
+        return _COPY_SECONDS if self._warned else _ASK_SECONDS
+
+    def _settle(self) -> None:
+        """Settle, unless a call has the lock for long: the next one settles before it runs."""
+        if self.lock.acquire(timeout=_ASK_SECONDS):
+            try:
+                self._drive(self.copy.settle())
+            finally:
+                self.lock.release()
 
     def _members(self) -> tuple[int, ...]:
         view = self.copy.view
@@ -417,21 +437,9 @@ class Host:
         peer = peers(candidate)
         return peer is not None and peer.member.host not in taken
 
-    def _add(self, candidate: int) -> None:
-        with self.lock:
-            if not self.copy.is_primary:
-                return
-            try:
-                self.machine.snapshot()
-            except Exception as error:
-                logger.warning("'%s' has no second copy, as it cannot be pickled: %s", self.name, error)
-                return
-            self.copy.add(candidate)
-            self._drive(self.copy.settle())
-
 
 def _detached(message: Message) -> Message:
-    if not isinstance(message, Apply):
+    if not isinstance(message, Apply) or message.call is None:
         return message
     return replace(message, call=replace(message.call, what=message.call.what.detached()))
 

@@ -16,13 +16,13 @@ from spmd.elastic.errors import ElasticError, PutOut
 from spmd.elastic.losses import LOG_SECONDS, Losses
 from spmd.elastic.replicated.order import Copy
 
-__all__ = ["CANDIDATE", "FOUNDING", "MEMBER", "Hosts", "Part", "Status", "hosts", "part"]
+__all__ = ["CANDIDATE", "FOUNDING", "MEMBER", "STANDBY", "Hosts", "Part", "Status", "hosts", "part"]
 
 logger = logging.getLogger(__name__)
 
 EXTENSION: Final = "spmd.elastic.replicated"
 
-CANDIDATE, FOUNDING, MEMBER = "candidate", "founding", "member"
+STANDBY, CANDIDATE, FOUNDING, MEMBER = "standby", "candidate", "founding", "member"
 
 _ASK_TIMEOUT: Final = 3.0
 
@@ -31,7 +31,8 @@ class Status(NamedTuple):
     """What a worker says of an object.
 
     Attributes:
-        role: ``CANDIDATE``, ``FOUNDING`` or ``MEMBER``; empty if it has nothing to do with the object.
+        role: ``STANDBY``, it can keep a copy; ``CANDIDATE``, it also waits for the object, and may found it;
+            ``FOUNDING``; ``MEMBER``, it has a copy; empty if it has nothing to do with the object.
         identity: tells the object from others that had its name before; 0 while this is not known.
         view: number of the view, if it is the primary; else 0.
         ready: whether the view takes calls.
@@ -200,6 +201,8 @@ def ask(name: str, description: str | None, candidate: int) -> Status:
     if host is None:
         return Status()
     if description is not None and description != host.description:
+        if host.status().role in ("", STANDBY):  # of an object that may be gone
+            return Status()
         raise NameTakenError(
             f"worker '{current_agent().info.name}' has another replicated object named '{name}': "
             f"{host.description}, where this one is {description}. Choose another name, by name="

@@ -86,18 +86,19 @@ class ObjectMachine:
     """See ``order.Machine``. For one thread at a time.
 
     Attributes:
+        maker: makes the object.
         live: the value of the last call, with gradients, if it was made in an autograd context.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
+    def __init__(self, maker: Callable[[], Any]) -> None:
+        self.maker = maker
         self._object: Any = None
         self._optimizers: list[tuple[Any, LocalOptimizer]] = []
         self.live: Any = None
 
     def make(self) -> None:
         """Make the object; its first copy."""
-        self._object = self._make()
+        self._object = self.maker()
 
     # ---- methods
 

@@ -16,8 +16,13 @@ primary runs it or has the remembered answer.
 *Never two primaries that answer.* A primary that is cut off gets no answers from a backup that has taken
 over, and cannot go on without it, since that backup is not gone; so it answers no caller.
 
-*Newcomers.* Between two calls, the primary adds a copy at the end of the view: the earlier backups get the
-view first, and then the newcomer gets it with the state. Until then no call is answered.
+*Newcomers.* While a copy is missing, the primary adds a candidate at the end of the view, before the next
+call: the earlier backups get the view first, and then the newcomer gets it with the state. Until then no call
+is answered.
+
+*The beginning.* When all wanted copies have the state for the first time, the primary puts the *opening* in
+order, like a call but without a method; calls are taken after it. So a copy knows by its position, and tells
+newcomers with the state, that there have been as many copies as wanted.
 
 *Answers* are remembered by each copy until the caller has acknowledged them, or is gone. All copies do so
 alike, since acknowledgements and ends of callers are parts of calls.
@@ -139,12 +144,10 @@ class View:
     Attributes:
         number: counts the views.
         members: the copies.
-        ready: whether there have been as many copies as wanted; before, calls are not accepted.
     """
 
     number: int
     members: tuple[int, ...]
-    ready: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +163,11 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Run a call, as the one at this position."""
+    """Run a call, or the opening (None), as the one at this position."""
 
     view: int
     position: Position
-    call: Call
+    call: Call | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +247,8 @@ class Copy:
         gone: workers that are gone for certain.
         unfit: whether this worker cannot keep a copy.
         deposed: whether another copy has taken over from this one.
-        failure: why the object's state could not be given to a backup, which was released; or None.
+        candidate: a worker that can keep a copy, which a primary adds when one is missing; or None.
+        failure: why the object's state could not be given to another copy, when it was last tried; or None.
     """
 
     def __init__(self, me: int, machine: Machine, copies: int) -> None:
@@ -255,6 +259,7 @@ class Copy:
         self.gone: set[int] = set()
         self.unfit = False
         self.deposed = False
+        self.candidate: int | None = None
         self.failure: Exception | None = None
         self._answers: dict[int, dict[int, Outcome]] = {}
         self._floors: dict[int, int] = {}
@@ -263,7 +268,7 @@ class Copy:
         self._last = (0, 0)
         """The sender and the serial of the last message."""
         # Of a primary:
-        self._pending: tuple[Position, Call] | None = None
+        self._pending: tuple[Position, Call | None] | None = None
         """The call that backups may have run, and this copy has not."""
         self._has: dict[int, tuple[int, Position]] = {}
         """View and position of each backup, as it has answered last."""
@@ -283,13 +288,18 @@ class Copy:
         return self.view is not None and self.view.members[0] == self.me and not self.deposed
 
     @property
+    def is_ready(self) -> bool:
+        """Whether calls are taken: there have been as many copies as wanted."""
+        return self.position != _START
+
+    @property
     def sessions(self) -> list[int]:
         """The callers that this copy remembers."""
         return list(self._floors)
 
     def found(self) -> None:
-        """Be the first copy."""
-        self.view = View(1, (self.me,), self.copies <= 1)
+        """Be the first copy. ``settle`` comes next."""
+        self.view = View(1, (self.me,))
 
     def may_take_over(self) -> bool:
         """Whether this copy is a backup, and all copies before it are gone."""
@@ -302,7 +312,7 @@ class Copy:
         """Become the primary. ``settle`` comes next."""
         view = self._view()
         members = view.members[view.members.index(self.me) :]
-        self.view = View(view.number + 1, members, view.ready)
+        self.view = View(view.number + 1, members)
 
     def receive(self, sender: int, serial: int, message: Message) -> Done | tuple[Refusal, int]:
         """Do what a primary asks for; ``serial`` counts its messages: none has effect after a later one.
@@ -356,7 +366,11 @@ class Copy:
         self.unfit, self.view = True, None
         return Refusal.UNFIT, 0
 
-    def _run(self, position: Position, call: Call) -> Outcome:
+    def _run(self, position: Position, call: Call | None) -> None:
+        self._failed = "" if call is None else self._answer(call).failed
+        self.position = position
+
+    def _answer(self, call: Call) -> Outcome:
         for session in call.ended:
             self._answers.pop(session, None)
             self._floors.pop(session, None)
@@ -367,7 +381,6 @@ class Copy:
         self._answers[call.session] = {number: each for number, each in answers.items() if number >= floor}
         outcome = self._machine.run(call.what)
         self._answers[call.session][call.number] = outcome
-        self.position, self._failed = position, outcome.failed
         return outcome
 
     def _view(self) -> View:
@@ -403,16 +416,12 @@ class Copy:
             found = self.known(call)
         return found
 
-    def add(self, member: int) -> None:
-        """Add a copy. ``settle`` comes next."""
-        view = self._view()
-        members = (*view.members, member)
-        self.view = View(view.number + 1, members, view.ready or len(members) >= self.copies)
-        self._new.add(member)
-        self._need_state.add(member)
+    def may_add(self, worker: int) -> bool:
+        """Whether a worker can be a candidate."""
+        return not (worker in self.gone or worker in self._view().members or worker in self._out)
 
     def settle(self) -> Steps:
-        """Make all copies equal: those of the view, and this one."""
+        """Make all copies equal: those of the view, this one, and the candidate if a copy is missing."""
         while True:
             if not self.is_primary:
                 raise DeposedError
@@ -422,14 +431,39 @@ class Copy:
                 answers = yield messages
                 for member, answer in answers.items():
                     self._take(member, messages[member], answer)
-            elif self._pending is None:
-                return
-            else:
+            elif self._pending is not None:
                 position, call = self._pending
                 self._pending = None
-                failed = self._run(position, call).failed
-                unlike = {each for each in self._backups() if self._outcomes.get(each) != failed}
+                self._run(position, call)
+                unlike = {each for each in self._backups() if self._outcomes.get(each) != self._failed}
                 self._need_state |= unlike  # methods that are not the same function everywhere
+            elif self._missing() > 0:
+                if not self._add():
+                    return
+            elif self.is_ready:
+                return
+            else:
+                self._pending = (1, self.me), None
+
+    def _missing(self) -> int:
+        return self.copies - len(self._view().members)
+
+    def _add(self) -> bool:
+        """Add the candidate, if there is one and the object can be copied."""
+        view, candidate = self._view(), self.candidate
+        if candidate is None or not self.may_add(candidate):
+            return False
+        self.candidate = None
+        try:
+            self._machine.snapshot()
+        except Exception as error:
+            self.failure = error
+            return False
+        self.failure = None
+        self.view = View(view.number + 1, (*view.members, candidate))
+        self._new.add(candidate)
+        self._need_state.add(candidate)
+        return True
 
     def _backups(self) -> tuple[int, ...]:
         return self._view().members[1:]
@@ -438,7 +472,7 @@ class Copy:
         view = self._view()
         stay = tuple(each for each in view.members if each not in self.gone and each not in self._out)
         if stay != view.members:
-            self.view = View(view.number + 1, stay, view.ready)
+            self.view = View(view.number + 1, stay)
 
     def _lacking(self) -> dict[int, Message]:
         """Return what the backups lack; new ones get it last."""

@@ -50,6 +50,7 @@ def train(worker: Worker) -> tuple[torch.Tensor, Used]:
                     worker.report("in the middle of a round")
                     signal.pause()  # until it is killed
             if worker.rank != 2 and sizes.count(3) == 2 and each.size == 3:
+                worker.report("in the middle of a round")
                 worker.wait_for("the loss")
             if sizes[-2:] == [2, 2] and 3 in sizes:
                 job.finish()
@@ -95,7 +96,7 @@ def test_loss_in_the_middle_of_a_round_repeats_no_local_step(run_workers: RunWor
     for each in workers[:2]:
         each.wait_for("trains")
     workers[2].tell("the others train")
-    workers[2].wait_for("in the middle of a round")
+    workers.wait_for("in the middle of a round")  # others would begin it in the next view
     workers[2].kill()
     for each in workers[:2]:
         each.tell("the loss")

@@ -16,7 +16,7 @@ import rpc
 from dist_optim import DistributedOptimizer
 from rpc.errors import NameTakenError, RpcTimeoutError, WorkerLostError
 from spmd.elastic.errors import ElasticError, StateLostError
-from spmd.elastic.replicated.handle import Replicated
+from spmd.elastic.replicated.handle import Replicated, _shown
 from tests.support.serving import in_standing_group
 from tests.support.workers import RunWorkers, Worker
 
@@ -74,6 +74,13 @@ def serve(worker: Worker, name: str = "server") -> None:
     worker.wait_for("end")
 
 
+def wait_for_copies(server: Replicated) -> list[str]:
+    """Wait until a worker that stood by has replaced the lost one; return the names."""
+    while len(names := server.workers()) < 2:
+        pass
+    return names
+
+
 def test_no_update_is_lost_or_doubled_when_servers_are_killed(run_workers: RunWorkers) -> None:
     def train(worker: Worker) -> Any:
         init(worker)
@@ -81,24 +88,29 @@ def test_no_update_is_lost_or_doubled_when_servers_are_killed(run_workers: RunWo
         for number in range(60):
             server.rpc_sync().push(torch.ones(3, dtype=torch.float64))
             if number == 20:
-                worker.report("a third is done")
-        worker.report("pushed")
+                worker.report("a third is done", server.workers()[0])
+            if number == 40:
+                worker.wait_for("killed")
+        worker.report("pushed", wait_for_copies(server))
         worker.wait_for("look")
         return server.rpc_sync().look()
 
     workers = run_workers.start([serve, serve, serve, train, train], 5, time_limit=60)
-    workers[3].wait_for("a third is done")
-    workers[0].kill()
+    servers = {each.name: each for each in workers[:3]}
+    servers.pop(workers[3].wait_for("a third is done")).kill()
     for each in workers[3:]:
-        each.wait_for("pushed")
-    workers[1].kill()
+        each.tell("killed")
+    for each in workers[3:]:
+        names = each.wait_for("pushed")
+    assert set(names) == set(servers)
+    servers.pop(names[0]).kill()
     for each in workers[3:]:
         each.tell("look")
     for each in workers[3:]:
         total, updates, name = each.result()
-        assert (updates, name) == (120, "worker2")
+        assert (updates, name) == (120, names[1])
         assert torch.equal(total, expected(120, 1.0))
-    workers[2].tell("end")
+    servers[names[1]].tell("end")
 
 
 def test_further_worker_gets_a_copy_with_the_whole_state_and_takes_over(run_workers: RunWorkers) -> None:
@@ -110,17 +122,18 @@ def test_further_worker_gets_a_copy_with_the_whole_state_and_takes_over(run_work
         worker.report("pushed")
         worker.wait_for("go on")
         answers += [server.rpc_sync().push(one) for _ in range(5)]
-        worker.report("pushed again")
+        worker.report("pushed again", wait_for_copies(server))
         worker.wait_for("look")
         return sorted(answers), server.rpc_sync().look()
 
     workers = run_workers.start([serve, serve, call], 3, time_limit=60)
     workers[2].wait_for("pushed")
     workers[0].kill()
+    assert workers[0].result() is None  # it has ended, and its name is free
     newcomer = workers.add(serve, name="worker0", rank=0)
     newcomer.wait_for("serves")
     workers[2].tell("go on")
-    workers[2].wait_for("pushed again")
+    assert workers[2].wait_for("pushed again") == ["worker1", "worker0"]
     workers[1].kill()
     workers[2].tell("look")
     answers, (total, updates, name) = workers[2].result()
@@ -158,7 +171,8 @@ def test_worker_with_a_copy_calls_it_too_and_may_change_its_arguments_afterwards
 def test_errors_reach_the_caller_and_leave_all_copies_equal(run_workers: RunWorkers) -> None:
     def call(worker: Worker) -> Any:
         init(worker)
-        server = Replicated.find("server").rpc_sync()
+        handle = Replicated.find("server")
+        server = handle.rpc_sync()
         found: list[str] = []
         for wrong in (
             server.fail,
@@ -174,12 +188,12 @@ def test_errors_reach_the_caller_and_leave_all_copies_equal(run_workers: RunWork
                 wrong()
             except Exception as error:
                 found.append(f"{type(error).__name__}: {error}")
-        worker.report("called", found)
+        worker.report("called", (found, handle.workers()))
         worker.wait_for("look")
         return server.look()
 
     workers = run_workers.start([serve, serve, call], 3, time_limit=60)
-    found = workers[2].wait_for("called")
+    found, names = workers[2].wait_for("called")
     kinds = [each.partition(":")[0] for each in found]
     assert kinds == [
         "ValueError",
@@ -193,11 +207,12 @@ def test_errors_reach_the_caller_and_leave_all_copies_equal(run_workers: RunWork
     ], found
     assert found[0] == "ValueError: update 1 fails"
     assert "only 1 of the 3 workers" in found[-1]
-    workers[0].kill()
+    servers = {each.name: each for each in workers[:2]}
+    servers.pop(names[0]).kill()
     workers[2].tell("look")
     _, updates, name = workers[2].result()
-    assert (updates, name) == (2, "worker1")  # as at the copy that is lost
-    workers[1].tell("end")
+    assert (updates, name) == (2, names[1])  # as at the copy that is lost
+    servers[name].tell("end")
 
 
 class Unfit:
@@ -253,32 +268,46 @@ def test_worker_that_cannot_make_or_keep_a_copy_gets_the_error_and_others_do_wit
     assert results[2] in (founder, ("ElasticError", False, True))  # it need not take over a copy
 
 
-def test_object_whose_copies_are_all_gone_is_lost_for_its_callers(run_workers: RunWorkers) -> None:
-    def call(worker: Worker) -> str:
+@pytest.mark.parametrize("other", [False, True])
+def test_object_whose_copies_are_all_gone_is_lost_for_its_callers_and_can_be_made_again(
+    run_workers: RunWorkers, other: bool
+) -> None:
+    def call(worker: Worker) -> Any:
         init(worker)
         server = Replicated.find("server")
         server.rpc_sync().push(torch.ones(3, dtype=torch.float64))
-        worker.report("called")
+        worker.report("called", server.workers())
         worker.wait_for("look")
-        try:
+        with pytest.raises(StateLostError, match="are gone: its state is lost"):
             server.rpc_sync().look()
-        except StateLostError as error:
-            return str(error)
-        return "answered"
+        if other:
+            return Replicated(Table, copies=1, name="server").rpc_sync().count()
+        again = Replicated(Server, name="server")
+        return again.rpc_sync().push(torch.ones(3, dtype=torch.float64)), set(again.workers())
 
-    workers = run_workers.start([serve, serve, call], 3, time_limit=60)
-    workers[2].wait_for("called")
+    def stand_by(worker: Worker) -> None:
+        init(worker)
+        Replicated.find("server")
+        Replicated(Server, name="server")
+        worker.report("stands by")
+        worker.wait_for("end")
+
+    workers = run_workers.start([serve, serve, stand_by, call], 4, time_limit=120)
+    assert set(workers[3].wait_for("called")) == {"worker0", "worker1"}
+    workers[2].wait_for("stands by")
     for each in workers[:2]:
-        each.tell("end")
-        each.result()
-    workers[2].tell("look")
-    assert "are gone: its state is lost" in workers[2].result()
+        each.stop()  # neither can give the other's copy to the one that stands by
+    for each in workers[:2]:
+        each.kill()
+    workers[3].tell("look")
+    assert workers[3].result() == (10 if other else (1, {"worker2", "worker3"}))
+    workers[2].tell("end")
 
 
 class Table:
     """An object that is made with an argument."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int = 10) -> None:
         self.rows = rows
 
     def count(self) -> int:
@@ -288,13 +317,32 @@ class Table:
 def test_object_that_is_made_with_other_arguments_needs_another_name(run_workers: RunWorkers) -> None:
     def make(worker: Worker) -> Any:
         init(worker)
+        if worker.rank:
+            worker.wait_for("made")
+            with pytest.raises(
+                NameTakenError, match=r"a Table\(10\) in 1 copies, where this .* Table\(1000\)"
+            ):
+                Replicated(functools.partial(Table, 1000), copies=1)
+            return Replicated(functools.partial(Table, 10), copies=1).rpc_sync().count()
         first, again = (Replicated(functools.partial(Table, 10), copies=1) for _ in range(2))
         with pytest.raises(NameTakenError, match="named 'Table', which another function, or other arguments"):
             Replicated(functools.partial(Table, 1000), copies=1)
         other = Replicated(functools.partial(Table, 1000), copies=1, name="other")
+        worker.report("made")
+        worker.wait_for("end")
         return [each.rpc_sync().count() for each in (first, again, other)]
 
-    assert run_workers(make, 1, time_limit=60) == [[10, 10, 1000]]
+    workers = run_workers.start(make, 2, time_limit=60)
+    workers[0].wait_for("made")
+    workers[1].tell("made")
+    assert workers[1].result() == 10
+    workers[0].tell("end")
+    assert workers[0].result() == [10, 10, 1000]
+
+
+def test_only_plain_arguments_of_makers_are_compared_between_workers() -> None:
+    assert [_shown(each) for each in (1, 2.5, "a", None)] == ["1", "2.5", "'a'", "None"]
+    assert {_shown(each) for each in (torch.rand(3), {"b", "a"}, [1], object(), "a" * 2000)} == {"..."}
 
 
 @in_standing_group()
@@ -322,6 +370,7 @@ def test_distributed_optimizer_steps_all_copies_exactly_once(run_workers: RunWor
     def train(worker: Worker) -> Any:
         init(worker)
         handle = Replicated.find("model")
+        names = handle.workers()
         optimizer = DistributedOptimizer(optim.Adam, handle.remote_parameters(), lr=0.01)
         repeated = 0
         for step in range(24):
@@ -331,7 +380,7 @@ def test_distributed_optimizer_steps_all_copies_exactly_once(run_workers: RunWor
                     with dist_autograd.context() as context_id:
                         loss = (handle.rpc_sync().forward(x) - y).square().mean()
                         if step == 8 and not repeated:  # between the forward and the backward pass
-                            worker.report("forward")
+                            worker.report("forward", names[0])
                             worker.wait_for("killed")
                         dist_autograd.backward(context_id, [loss])
                         optimizer.step(context_id)
@@ -341,8 +390,8 @@ def test_distributed_optimizer_steps_all_copies_exactly_once(run_workers: RunWor
         return handle.rpc_sync().state_dict(), repeated
 
     workers = run_workers.start([keep, keep, train], 3, time_limit=60)
-    workers[2].wait_for("forward")
-    workers[0].kill()
+    servers = {each.name: each for each in workers[:2]}
+    servers.pop(workers[2].wait_for("forward")).kill()
     workers[2].tell("killed")
     state, repeated = workers[2].result()
     alone = model()
@@ -355,4 +404,5 @@ def test_distributed_optimizer_steps_all_copies_exactly_once(run_workers: RunWor
     assert repeated == 1
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
-    workers[1].tell("end")
+    (survivor,) = servers.values()
+    survivor.tell("end")

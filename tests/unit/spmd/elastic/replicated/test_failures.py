@@ -1,4 +1,4 @@
-"""What a primary does when a backup fails, instead of asking it again for ever."""
+"""What a primary does when a copy is missing, or a backup fails, instead of asking it again for ever."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class Counter:
         return Outcome(self.count)
 
     def snapshot(self) -> int:
+        if self.count == 13:
+            raise TypeError("cannot be pickled")
         return self.count
 
     def restore(self, state: int) -> None:
@@ -47,16 +49,90 @@ class Counter:
 def primary() -> Copy:
     copy = Copy(1, Counter(), 2)
     copy.found()
-    copy.add(2)
+    copy.candidate = 2
     return copy
 
 
-def test_backup_that_fails_at_a_call_gets_the_state(primary: Copy) -> None:
+def add_backup(primary: Copy) -> None:
     steps = primary.settle()
     assert isinstance(next(steps)[2], Install)
+    assert isinstance(steps.send({2: Done((0, 0))})[2], Apply)
     with pytest.raises(StopIteration):
-        steps.send({2: Done((0, 0))})
-    steps = primary.replicate(Call(9, 1, 1, "add"), lambda what: what)
+        steps.send({2: Done((1, 1))})
+
+
+def add(number: int) -> Call:
+    return Call(9, number, number, "add")
+
+
+def test_calls_are_taken_once_all_wanted_copies_have_the_state(primary: Copy) -> None:
+    steps = primary.settle()
+    assert isinstance(next(steps)[2], Install)
+    assert not primary.is_ready
+    assert steps.send({2: Done((0, 0))}) == {2: Apply(2, (1, 1), None)}
+    assert not primary.is_ready
+    with pytest.raises(StopIteration):
+        steps.send({2: Done((1, 1))})
+    assert primary.is_ready
+
+
+def test_no_calls_are_taken_if_a_newcomer_dies_before_it_has_the_state(primary: Copy) -> None:
+    steps = primary.settle()
+    assert isinstance(next(steps)[2], Install)
+    primary.gone.add(2)
+    with pytest.raises(StopIteration):
+        steps.send({2: None})
+    assert not primary.is_ready
+
+
+def test_newcomer_that_takes_over_knows_that_calls_were_taken(primary: Copy) -> None:
+    add_backup(primary)
+    primary.gone.add(2)
+    with pytest.raises(StopIteration):
+        next(primary.settle())
+    primary.candidate = 3
+    message = next(primary.settle())[3]
+    newcomer = Copy(3, Counter(), 2)
+    newcomer.receive(1, 1, message)
+    newcomer.gone.add(1)
+    assert newcomer.may_take_over()
+    newcomer.take_over()
+    assert newcomer.is_ready
+
+
+def test_candidate_is_added_before_the_next_call(primary: Copy) -> None:
+    add_backup(primary)
+    primary.gone.add(2)
+    with pytest.raises(StopIteration):
+        next(primary.settle())
+    primary.candidate = 3
+    steps = primary.replicate(add(1), lambda what: what)
+    message = next(steps)[3]
+    assert isinstance(message, Install)
+    assert message.state is not None
+    assert isinstance(steps.send({3: Done((1, 1))})[3], Apply)
+
+
+def test_object_that_cannot_be_copied_goes_on_alone_until_it_can(primary: Copy) -> None:
+    add_backup(primary)
+    primary.gone.add(2)
+    for number in range(1, 14):
+        with pytest.raises(StopIteration):
+            next(primary.replicate(add(number), lambda what: what))
+    primary.candidate = 3
+    with pytest.raises(StopIteration):
+        next(primary.settle())
+    assert isinstance(primary.failure, TypeError)
+    with pytest.raises(StopIteration):  # once for each time that a candidate is named
+        next(primary.replicate(add(14), lambda what: what))
+    primary.candidate = 3
+    assert isinstance(next(primary.settle())[3], Install)
+    assert primary.failure is None
+
+
+def test_backup_that_fails_at_a_call_gets_the_state(primary: Copy) -> None:
+    add_backup(primary)
+    steps = primary.replicate(add(1), lambda what: what)
     assert isinstance(next(steps)[2], Apply)
     message = steps.send({2: Failed(RuntimeError())})[2]
     assert isinstance(message, Install)

@@ -75,6 +75,7 @@ class World:
 
     Attributes:
         answered: what callers were answered.
+        had: workers that have had the state.
     """
 
     def __init__(self, seed: int, copies: int) -> None:
@@ -91,14 +92,15 @@ class World:
             machine = Recorded()
             self.workers[me] = Worker(Copy(me, machine, copies), machine)
         self.workers[1].copy.found()
+        self.had: set[int] = set()
 
     def living(self) -> list[int]:
         return [each for each in self.workers if each not in self.dead]
 
     def is_there(self) -> bool:
         """Whether the group has a copy that may take calls, now or later."""
-        views = [self.workers[each].copy.view for each in self.living() if each not in self.excluded]
-        return any(view is not None and view.ready for view in views)
+        copies = [self.workers[each].copy for each in self.living() if each not in self.excluded]
+        return any(copy.view is not None and copy.is_ready for copy in copies)
 
     # ---- events
 
@@ -127,15 +129,15 @@ class World:
         candidates = [
             each
             for each in self.living()
-            if each not in copy.gone
-            and each not in copy.view.members
+            if copy.may_add(each)
             and self.workers[each].copy.view is None
             and not self.workers[each].copy.unfit
         ]
         if len(copy.view.members) < self.copies and candidates and self.random.random() < 0.5:
-            copy.add(self.random.choice(candidates))
-            return self.drive(worker, copy.settle())
-        return copy.view.ready and self.take_call(worker)
+            copy.candidate = self.random.choice(candidates)
+            if self.random.random() < 0.5:  # or before the next call
+                return self.drive(worker, copy.settle())
+        return self.take_call(worker) if copy.is_ready else self.drive(worker, copy.settle())
 
     def take_call(self, worker: Worker) -> bool:
         caller = self.random.randrange(CALLERS)
@@ -197,16 +199,19 @@ class World:
             assert worker.steps is not None
             self.drive(worker, worker.steps, sent.batch)
 
-    def step(self, faults: bool) -> bool:
-        """One event; false if nothing can happen."""
+    def step(self, faults: bool) -> None:
+        """One event, if any can happen."""
+        self.had |= {each for each, worker in self.workers.items() if worker.copy.view is not None}
+        if any(worker.copy.is_ready for worker in self.workers.values()):
+            assert len(self.had) >= self.copies, "calls are taken before there were as many copies as wanted"
         pick = self.random.random()
         living = self.living()
         if faults and pick < 0.02 and living:
             self.dead.add(self.random.choice(living))
-            return True
+            return
         if faults and pick < 0.03 and living:
             self.excluded.add(self.random.choice(living))
-            return True
+            return
         choices: list[Callable[[], bool]] = [partial(self.learn, me) for me in living]
         choices += [partial(self.begin, me) for me in living] * 2
         for sent in self.sent:
@@ -215,7 +220,7 @@ class World:
                 choices.append(partial(self.arrive, sent, answer_lost=True))
             choices += [partial(self.arrive, sent)] * 3
         self.random.shuffle(choices)
-        return any(choice() for choice in choices)
+        any(choice() for choice in choices)
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
