@@ -52,8 +52,8 @@ WARM_UP: Final = 40.0
 """Time in seconds in which cuts are the only faults."""
 
 PARTS: Final = 10
-"""Number of measurements of what the workers have. The last one is compared with that at half the time: at
-first, the memory that the allocator keeps grows with what has run.
+"""Number of measurements of what the workers have. The last ones are compared with those before half the time:
+at first, the memory that the allocator keeps grows with what has run.
 """
 
 
@@ -226,7 +226,10 @@ class Driver:
     def leaks(self) -> list[str]:
         found = []
         for name in self.stayers:
-            before, after = self.over_time[PARTS // 2 - 1][name], self.over_time[-1][name]
+            before, after = (
+                self.typical(slice(PARTS // 2 - 3, PARTS // 2), name),
+                self.typical(slice(-3, None), name),
+            )
             if after["RSS, MiB"] > 1.15 * before["RSS, MiB"] + 20:
                 found.append(f"{name} has grown: {before} to {after}")
             if after["threads"] > before["threads"] + 12:
@@ -238,6 +241,11 @@ class Driver:
             ):
                 found.append(f"{name} has more open: {before} to {after}")
         return found
+
+    def typical(self, when: slice, name: str) -> dict[str, int]:
+        """Return the medians of some measurements, since what is under way at one of them may be large."""
+        found = [each[name] for each in self.over_time[when]]
+        return {what: int(statistics.median(each[what] for each in found)) for what in found[0]}
 
     def table(self) -> str:
         """All that was done, by what."""
