@@ -52,8 +52,8 @@ WARM_UP: Final = 40.0
 """Time in seconds in which cuts are the only faults."""
 
 PARTS: Final = 10
-"""Number of measurements of what the workers have. The last ones are compared with those before half the time:
-at first, the memory that the allocator keeps grows with what has run.
+"""Number of measurements of what the workers have. The last ones are compared with those before half the
+time: at first, the memory that the allocator keeps grows with what has run.
 """
 
 
@@ -144,10 +144,10 @@ class Driver:
         how, _ = self.dead_since[name]
         noticed, end = len(self.noticed[how]), time.monotonic() + NOTICED_SECONDS
         self.pause(self.chance.uniform(0.5, 2.0))
-        while len(self.noticed[how]) == noticed and time.monotonic() < end:  # its name is not free before
-            self.pause(0.1)
-        del self.dead_since[name]
         old = self.workers[name]
+        while not old.ended or (len(self.noticed[how]) == noticed and time.monotonic() < end):
+            self.pause(0.1)  # its name is not free before
+        del self.dead_since[name]
         new = self.group.add(
             be_a_worker, name=name, rank=old.rank, world_size=WORKERS, args=(self.transports,)
         )
@@ -305,6 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(driver.table())
             except WorkersFailed as failure:
                 wrong = [f"{each.worker} {each.reason}\n{each.details[-4000:]}" for each in failure.failures]
+                for log in sorted(Path(folder).glob("*.log")):
+                    print(f"the log of {log.stem}:\n{log.read_text()[-20000:]}")
             with contextlib.suppress(WorkersFailed):
                 runner.close()
     finally:
