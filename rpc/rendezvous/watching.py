@@ -228,7 +228,6 @@ class LogWatch:
         """Remove the workers that this part of the group has lost from the log, if this worker leads it."""
         here = {each.incarnation for each in self._neighbours.roster()}
         logged = [each for each in entries if _incarnation(each) in here]
-        taken = {(each.name, each.id) for entry in logged if (each := entry.member()) is not None}
         lost = [
             entry
             for entry in entries
@@ -237,7 +236,7 @@ class LogWatch:
             and incarnation != self.me.incarnation
             and (
                 self._neighbours.gone_reason(incarnation) is not None
-                or (incarnation in self._strangers and _has_name_of(entry, taken))
+                or (incarnation in self._strangers and self._has_taken_name(entry, logged))
             )
         ]
         part = self._part(entries)
@@ -258,6 +257,20 @@ class LogWatch:
                         self._log.swap(entry.index, now, _GONE)
                         self._log.entry(entry.index)
         self._log.trim()
+
+    def _has_taken_name(self, stranger: Entry, logged: Sequence[Entry]) -> bool:
+        """Whether a worker has the name or id of another one. If that one is not in the log any more, it has
+        ended, which this worker has not noticed yet.
+        """
+        member = stranger.member()
+        if member is None:
+            return False
+        return any(
+            self._log.entry(entry.index).is_present
+            for entry in logged
+            if (other := entry.member()) is not None
+            and is_conflict(member.name, member.id, {(other.name, other.id)})
+        )
 
     def _parting(self, index: int, part: Part) -> Action:
         """Return what to do about a lost worker, and ask it if necessary."""
@@ -359,11 +372,6 @@ class LogWatch:
 def _incarnation(entry: Entry) -> int | None:
     """Return the incarnation of the worker at a place, if it is present."""
     return entry.arrival.member.incarnation if entry.arrival is not None and entry.is_present else None
-
-
-def _has_name_of(entry: Entry, taken: set[tuple[str, int]]) -> bool:
-    member = entry.member()
-    return member is not None and is_conflict(member.name, member.id, taken)
 
 
 def _listed(texts: Sequence[str], separator: str = ", ") -> str:

@@ -154,6 +154,22 @@ def test_a_newcomer_that_was_stopped_joins_the_members_that_came_after_it(
     assert slow.known.has_met(later.incarnation)
 
 
+def test_a_newcomer_under_the_name_of_a_dead_worker_stays_where_that_death_is_not_noticed_yet(
+    start: Callable[..., list[Watcher]],
+) -> None:
+    leader, member, dead = group_of(start, 3)
+    (newcomer,) = start(1, first=2, tell=lambda _: False)  # which finds it dead
+    newcomer.meet(member).look()
+    for _ in range(3):
+        leader.look()
+        newcomer.look()
+    assert newcomer.watch.is_member
+    leader.lose(dead)
+    leader.look()
+    leader.look()
+    assert leader.known.has_met(newcomer.incarnation)
+
+
 # ---- parting
 
 
