@@ -46,11 +46,11 @@ def count_connections() -> int:
     return len(list(connections()))
 
 
-def bytes_sent() -> dict[int, int]:
-    """How much has arrived of what was sent on each connection, by its port here."""
+def bytes_sent() -> dict[tuple[int, int], int]:
+    """How much has arrived of what was sent on each connection, by its ports here and at the other side."""
     tcp_info, acknowledged = struct.Struct("=8B24I2QQ"), -1
     return {
-        sock.getsockname()[1]: tcp_info.unpack(
+        (sock.getsockname()[1], sock.getpeername()[1]): tcp_info.unpack(
             sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, tcp_info.size)
         )[acknowledged]
         for sock in connections()
@@ -121,7 +121,7 @@ def test_streams_multiply_what_one_connection_gets(run_workers: RunWorkers) -> N
         limit_connections(5 * MIB)
         before = bytes_sent()
         assert rpc.rpc_sync("worker1", total, args=(torch.ones(4 * MIB),)) == 4 * MIB
-        return [sent - before.get(port, 0) for port, sent in bytes_sent().items()]
+        return [sent - before.get(ports, 0) for ports, sent in bytes_sent().items()]
 
     sent = first_of(run_workers, task, **STREAMED)
     assert sum(sent) > 12 * MIB  # the last of it may not be acknowledged yet
