@@ -226,10 +226,8 @@ class Driver:
     def leaks(self) -> list[str]:
         found = []
         for name in self.stayers:
-            before, after = (
-                self.typical(slice(PARTS // 2 - 3, PARTS // 2), name),
-                self.typical(slice(-3, None), name),
-            )
+            before = _medians(self.over_time[PARTS // 2 - 3 : PARTS // 2], name)
+            after = _medians(self.over_time[-3:], name)
             if after["RSS, MiB"] > 1.15 * before["RSS, MiB"] + 20:
                 found.append(f"{name} has grown: {before} to {after}")
             if after["threads"] > before["threads"] + 12:
@@ -241,11 +239,6 @@ class Driver:
             ):
                 found.append(f"{name} has more open: {before} to {after}")
         return found
-
-    def typical(self, when: slice, name: str) -> dict[str, int]:
-        """Return the medians of some measurements, since what is under way at one of them may be large."""
-        found = [each[name] for each in self.over_time[when]]
-        return {what: int(statistics.median(each[what] for each in found)) for what in found[0]}
 
     def table(self) -> str:
         """All that was done, by what."""
@@ -277,6 +270,12 @@ def measured(pid: int) -> dict[str, int]:
         "segments": (proc / "maps").read_text().count("/memfd:"),
         "threads": len(list((proc / "task").iterdir())),
     }
+
+
+def _medians(measurements: Sequence[dict[str, dict[str, int]]], name: str) -> dict[str, int]:
+    """Return the medians of a worker's measurements: the messages under way at one of them may be large."""
+    found = [each[name] for each in measurements]
+    return {what: int(statistics.median(each[what] for each in found)) for what in found[0]}
 
 
 def _shortened(reason: str) -> str:

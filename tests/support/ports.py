@@ -1,4 +1,4 @@
-"""A port for a server that is started later, which nobody else gets meanwhile."""
+"""Ports that are reserved for servers that a test starts later."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["reserved_port", "reserving_port"]
 
 @contextmanager
 def reserving_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that is bound until the end: the kernel gives it to nobody who asks for any port;
-    servers of the test may listen at it.
+    """A port of 127.0.0.1 that stays bound until the end of the block, so that the kernel assigns it to no
+    other socket. Servers of the test may listen on it.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -24,6 +24,6 @@ def reserving_port() -> Iterator[int]:
 
 @pytest.fixture
 def reserved_port() -> Iterator[int]:
-    """The same, until the end of the test."""
+    """A port that is reserved until the end of the test; see ``reserving_port``."""
     with reserving_port() as port:
         yield port

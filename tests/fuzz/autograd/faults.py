@@ -31,8 +31,8 @@ TIME_LIMIT = 40.0
 """Seconds after which a program that should have failed hangs."""
 
 PROMPTLY = 20.0
-"""Seconds from a death to the error; it takes milliseconds, but tests may run on a busy machine. Who is only
-silent is lost after 30 s.
+"""Maximum time in seconds from a death to the error: milliseconds on an idle machine, longer on a busy one. A
+worker that is silent, but has not died, is lost after 30 s.
 """
 
 SURVIVED = "no error came out"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.launchers import Launchers, launchers
+from tests.support.ports import reserving_port
 
 __all__ = ["launchers"]
 
@@ -44,10 +45,8 @@ while True:
 @pytest.fixture
 def place() -> Iterator[str]:
     """A port where launchers meet, which is not given to others meanwhile."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{reserved.getsockname()[1]}"
+    with reserving_port() as port:
+        yield f"127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.nightly)])
