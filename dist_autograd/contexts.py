@@ -38,6 +38,7 @@ from rpc.agent.messages import Messages
 from rpc.agent.received_requests import ReceivedRequests
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer, PeerTable
+from rpc.runtime.blocking import this_thread
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.mailbox import Mailbox
@@ -315,7 +316,9 @@ class Contexts:
             self._left[maker] = oldest
         older = [each for each in list(self._known.values()) if each.creator == maker and each.id < oldest]
         ended = [context for context in older if self._end(context, creator)]
-        if ended:  # not on this thread: destructors of user code may take long, or call the creator
+        if this_thread.must_not_block is None:  # it runs the call, and another thread would have to be woken
+            _let_go(ended)
+        elif ended:
             self._executor.submit((_let_go, ended))
 
     def check(self, context_id: int, loss: Loss | None = None) -> None:

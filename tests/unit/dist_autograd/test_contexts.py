@@ -52,6 +52,7 @@ class World:
             sender=SimpleNamespace(send=self._send),
         )
         executor: Any = SimpleNamespace(submit=lambda task: task[0](task[1]))
+        self.executor = executor
         mailbox: Any = SimpleNamespace(
             gathered=lambda function, argument: function(argument),
             call=lambda function, *arguments: function(*arguments),
@@ -208,6 +209,18 @@ def test_the_next_call_of_a_creator_ends_the_contexts_that_it_has_left() -> None
     creator.contexts.release(third)
     hears(world, called(creator, creator.contexts.new()), CREATOR)
     assert hears(world, word, CREATOR) is None
+
+
+def test_what_a_left_context_keeps_is_freed_before_the_next_call_runs() -> None:
+    creator, world = World(CREATOR), World()
+    world.executor.submit = lambda task: True  # all threads are busy
+    left = creator.contexts.new()
+    known = hears(world, called(creator, left), CREATOR)
+    assert known is not None
+    known.kept.append(object())
+    creator.contexts.release(left)
+    hears(world, called(creator, creator.contexts.new()), CREATOR)
+    assert known.kept == []
 
 
 @pytest.mark.parametrize("shuts_down", [False, True])
