@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,21 +139,27 @@ def be_member(name: str, folder: Path, meeting: str, options: argparse.Namespace
 
 
 class Members:
-    """The processes of a job, forked from this one, which has imported everything."""
+    """The processes of a job, forked from this one, which has imported everything.
 
-    def __init__(self, folder: Path, meeting: str, options: argparse.Namespace) -> None:
-        self._folder, self._meeting, self._options = folder, meeting, options
+    Args:
+        folder: folder of their logs.
+        program: the program of a member, called with its name.
+    """
+
+    def __init__(self, folder: Path, program: Callable[[str], object]) -> None:
+        self._folder, self._program = folder, program
         self.living: dict[str, int] = {}
         self.statuses: dict[str, int] = {}
         self._count = 0
 
-    def start(self) -> None:
+    def start(self) -> str:
+        """Start one more; returns its name."""
         name = f"member{self._count}"
         self._count += 1
         pid = os.fork()
         if pid:
             self.living[name] = pid
-            return
+            return name
         ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
         status = 0
         try:
@@ -160,7 +167,7 @@ class Members:
                 os.dup2(errors.fileno(), 1)
                 os.dup2(errors.fileno(), 2)
             logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s", force=True)
-            be_member(name, self._folder, self._meeting, self._options)
+            self._program(name)
         except BaseException:
             traceback.print_exc()
             status = 1
@@ -312,7 +319,8 @@ def main() -> int:
     os.environ.setdefault("FARCALL_TOKEN", "soak-soak-soak-soak-soak")
     folder = Path(tempfile.mkdtemp(prefix="farcall-elastic-"))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    members = Members(folder, f"tcp://127.0.0.1:{store.port}", options)
+    meeting = f"tcp://127.0.0.1:{store.port}"
+    members = Members(folder, lambda name: be_member(name, folder, meeting, options))
     for _ in range(options.members):
         members.start()
     limit = time.monotonic() + options.patience

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -226,8 +226,8 @@ class Driver:
     def leaks(self) -> list[str]:
         found = []
         for name in self.stayers:
-            before = _medians(self.over_time[PARTS // 2 - 3 : PARTS // 2], name)
-            after = _medians(self.over_time[-3:], name)
+            before = _each(statistics.median, self.over_time[PARTS // 2 - 3 : PARTS // 2], name)
+            after = _each(min, self.over_time[-3:], name)  # a leak is there each time, messages are not
             if after["RSS, MiB"] > 1.15 * before["RSS, MiB"] + 20:
                 found.append(f"{name} has grown: {before} to {after}")
             if after["threads"] > before["threads"] + 12:
@@ -272,10 +272,12 @@ def measured(pid: int) -> dict[str, int]:
     }
 
 
-def _medians(measurements: Sequence[dict[str, dict[str, int]]], name: str) -> dict[str, int]:
-    """Return the medians of a worker's measurements: the messages under way at one of them may be large."""
+def _each(
+    of: Callable[[Iterable[int]], float], measurements: Sequence[dict[str, dict[str, int]]], name: str
+) -> dict[str, int]:
+    """Return the median, or the least, of each thing at some measurements of a worker."""
     found = [each[name] for each in measurements]
-    return {what: int(statistics.median(each[what] for each in found)) for what in found[0]}
+    return {what: int(of([each[what] for each in found])) for what in found[0]}
 
 
 def _shortened(reason: str) -> str:
