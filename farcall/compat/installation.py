@@ -55,6 +55,9 @@ _SHOWN_BY: Final = {
 }
 """Packages of PyTorch's that stay, but offer a name of a module that is replaced."""
 
+_IMPORTED_BY: Final = {"torch.distributed.nn.api.remote_module": "torch.distributed.nn.jit.instantiator"}
+"""Modules that stay PyTorch's, and that programs find because one that is replaced imports them."""
+
 _GENERATED: Final = "_remote_module_"
 """Prefix of modules that ``torch.distributed.nn.jit.instantiator`` generates, which import PyTorch's RPC."""
 
@@ -186,6 +189,8 @@ class _Finder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         facade = importlib.import_module(_FACADES[spec.name])
+        if spec.name in _IMPORTED_BY:
+            importlib.import_module(_IMPORTED_BY[spec.name])
         self._own_spec = facade.__spec__
         return facade
 

@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -33,7 +34,13 @@ from rpc.lifecycle.neighbours import AgentNeighbours, introduce, noop
 from rpc.lifecycle.worker_watch import watch
 from rpc.options import AgentOptions, parse_listen
 from rpc.profiling import installation as profiling
-from rpc.rendezvous.address import as_others_reach_it, host_identity, is_loopback, listen_address
+from rpc.rendezvous.address import (
+    LifeSign,
+    as_others_reach_it,
+    host_identity,
+    is_loopback,
+    listen_address,
+)
 from rpc.rendezvous.arrivals import Group
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
 from rpc.rendezvous.init_method import job_key, resolve_group
@@ -142,7 +149,7 @@ def _join(
     *,
     current: bool,
 ) -> None:
-    draft = _describe(agent, info, store.master)
+    draft = _with_sign(agent, _describe(agent, info, store.master))
     met = device_agreement.agree(agent)
     INTERNALS.check()
     profiling.install(agent)
@@ -244,6 +251,16 @@ def _describe(agent: Agent, info: WorkerInfo, master: str | None) -> Member:
         agent.serializer.allow is not None,
         *device_agreement.described(agent.options),
     )
+
+
+def _with_sign(agent: Agent, me: Member) -> Member:
+    """Add a sign of life to the description of an agent that has no Unix address, for as long as it lives."""
+    if not LifeSign.available or any(each.startswith("unix:") for each in me.addresses):
+        return me
+    sign = LifeSign()
+    agent.lifecycle.hooks.closed.append(sign.close)
+    agent.lifecycle.hooks.forked.append(sign.close)
+    return replace(me, addresses=(*me.addresses, sign.address))
 
 
 def _keeper(agent: Agent, joined: DynamicGroup, timeout: float) -> Keeper:

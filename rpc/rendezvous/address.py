@@ -6,7 +6,9 @@ import contextlib
 import functools
 import ipaddress
 import os
+import secrets
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -18,6 +20,9 @@ from rpc.group.workers import Member
 
 Probe = Callable[[Member], bool | None]
 """Returns whether a member lives: True, False, or None if that is unknown."""
+
+_SIGN: Final = "sign"
+"""Scheme of an address at which nothing is sent or received: it exists for as long as the worker lives."""
 
 _PROBE_SECONDS: Final = 1.0
 _PARALLEL_PROBES: Final = 16
@@ -171,19 +176,44 @@ def _address_towards(where: tuple[object, ...], family: int) -> str:
         return str(probing.getsockname()[0])
 
 
+class LifeSign:
+    """Shows the processes of this host that a worker lives which has no Unix address: a socket whose name is
+    used once, while a TCP port may belong to another process later.
+
+    Attributes:
+        address: the address to publish, ``sign:@NAME``.
+    """
+
+    available: Final = sys.platform == "linux"
+
+    def __init__(self) -> None:
+        name = f"farcall-{os.getpid()}-{secrets.token_hex(8)}"
+        self.address = f"{_SIGN}:@{name}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(b"\0" + name.encode())
+        self._socket.shutdown(socket.SHUT_RD)  # strangers can send nothing to it
+
+    def close(self) -> None:
+        """Show it no longer."""
+        self._socket.close()
+
+
 def probe(member: Member) -> bool | None:
     """Return whether a member lives, by connecting to its address and closing the connection.
 
     Its kernel accepts, however busy the process is, and refuses once the process is gone. Unix addresses are
-    used once, so on one host the answer is exact; a TCP port may belong to another process by now. For a
-    worker behind a proxy the answer is None.
+    used once, so on one host the answer is exact. The TCP port of a worker on another host may belong to
+    another process by now. For a worker behind a proxy on another host the answer is None.
     """
     here = member.host == host_identity()
+    for address in member.addresses if here else ():
+        scheme, _, name = address.partition(":@")
+        if scheme in (_SIGN, "unix"):
+            kind = socket.SOCK_DGRAM if scheme == _SIGN else socket.SOCK_STREAM
+            return _answers(socket.AF_UNIX, b"\0" + name.encode(), kind)
     answer: bool | None = None
     for address in member.addresses:
         scheme, _, rest = address.partition(":")
-        if scheme == "unix" and here and rest.startswith("@"):
-            return _answers(socket.AF_UNIX, b"\0" + rest[1:].encode())
         if scheme in ("tcp", "grpc") and not address.endswith(ADVERTISED):
             host, _, port = rest.partition("/")[0].rpartition(":")
             host = host.removeprefix("[").removesuffix("]")
@@ -197,8 +227,8 @@ def probe(member: Member) -> bool | None:
     return answer
 
 
-def _answers(family: int, where: object) -> bool | None:
-    with socket.socket(family, socket.SOCK_STREAM) as connection:
+def _answers(family: int, where: object, kind: int = socket.SOCK_STREAM) -> bool | None:
+    with socket.socket(family, kind) as connection:
         connection.settimeout(_PROBE_SECONDS)
         try:
             connection.connect(where)  # type: ignore[arg-type]

@@ -94,7 +94,7 @@ class Arrival:
             arrival = cls.unpack(index, packed)
         except ValueError:
             return None
-        near = tuple(each for each in arrival.member.addresses if each.startswith("unix:"))
+        near = tuple(each for each in arrival.member.addresses if each.startswith(("unix:", "sign:")))
         member = replace(arrival.member, addresses=near)
         return replace(arrival, member=member, process=legible(arrival.process))
 

@@ -306,6 +306,6 @@ def load(buffers: Sequence[Any], arrivals: Arrivals | None, read: Read) -> Any:
     """
     outer, receiving.arrivals = receiving.arrivals, arrivals
     try:
-        return read(buffers[0], buffers=map(settle, buffers[1:]))
+        return read(buffers[0], buffers=[settle(each) for each in buffers[1:]])
     finally:
         receiving.arrivals = outer

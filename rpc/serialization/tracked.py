@@ -155,7 +155,7 @@ def rebuilt(
         raise SerializationError(f"the message has its tensors in buffer {str(place)[:20]}, which cannot be")
     outer, receiving.arrivals = receiving.arrivals, arrivals
     try:
-        tensors = read(buffers[place], buffers=map(settle, buffers[place + 1 :]))
+        tensors = read(buffers[place], buffers=[settle(each) for each in buffers[place + 1 :]])
     finally:
         receiving.arrivals = outer
     if type(tensors) is not tuple or not all(isinstance(tensor, Tensor) for tensor in tensors):

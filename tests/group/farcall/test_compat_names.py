@@ -16,7 +16,10 @@ import pytest
 import torch
 
 import rpc as ours
+from tests.support.fresh import RunFresh, run_fresh
 from tests.support.serving import in_processes, in_worker0
+
+__all__ = ["run_fresh"]
 
 EXTENSION = {
     "RemoteProfilerManager",
@@ -335,3 +338,14 @@ def test_names_that_libraries_take_from_inside_do_their_work() -> None:
     assert written.rpc is theirs
     module = importlib.import_module("torch.distributed.nn").RemoteModule("worker1/cpu", torch.nn.Identity)
     assert torch.equal(written.forward(module, torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.fresh_interpreter
+def test_remote_modules_bring_the_packages_that_pytorchs_bring(run_fresh: RunFresh) -> None:
+    program = (
+        "import torch.distributed as dist; assert not hasattr(dist, 'nn');"
+        "from farcall import compat; compat.install(); import torch.distributed.nn;"
+        "print(dist.nn.jit.instantiator.__name__)"
+    )
+    done = run_fresh(program)
+    assert done.stdout.strip() == "torch.distributed.nn.jit.instantiator", done.stderr

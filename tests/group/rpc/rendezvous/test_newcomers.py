@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +123,89 @@ def test_a_newcomer_to_stopped_members_is_refused_and_they_go_on(run_workers: Ru
     reach_each_other(list(workers)[:2])
     newcomer = add_follower(workers, **SOON)
     reach_each_other([*list(workers)[:2], newcomer])
+    dismiss(workers)
+
+
+# ---- after a death
+
+
+def closes_at_once(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is shut down at the end
+        while True:
+            listener.accept()[0].close()
+
+
+def answers(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            with listener.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def is_silent(listener: socket.socket) -> None:
+    pass  # the kernel accepts, as for a process that is stopped
+
+
+@contextlib.contextmanager
+def another_program(port: int, behaves: Callable[[socket.socket], None]) -> Iterator[None]:
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        thread = threading.Thread(target=behaves, args=(listener,))
+        thread.start()
+        yield
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@backend.over_sockets
+@pytest.mark.parametrize("name", ["worker0", "another"])
+@pytest.mark.parametrize("behaves", [is_silent, answers, closes_at_once])
+def test_a_worker_whose_port_another_program_has_now_is_dead(
+    run_workers: RunWorkers, reserved_port: int, behaves: Callable[[socket.socket], None], name: str
+) -> None:
+    here = SOON | TCP | {"listen": f"127.0.0.1:{reserved_port}"}
+    workers = start_followers(run_workers, 1, **here)
+    workers[0].kill()
+    workers[0].result()
+    with another_program(reserved_port, behaves):
+        newcomer = add_follower(workers, name=name, rank=0, **SOON, **TCP)
+        reach_each_other([newcomer])
+        dismiss(workers)
+
+
+@backend.over_sockets
+def test_a_worker_whose_port_a_worker_of_another_group_has_now_is_dead(
+    run_workers: RunWorkers, reserved_port: int
+) -> None:
+    here = SOON | TCP | {"listen": f"127.0.0.1:{reserved_port}"}
+    workers = start_followers(run_workers, 1, **here)
+    workers[0].kill()
+    workers[0].result()
+    others = start_followers(run_workers, 1, **here)
+    newcomer = add_follower(workers, name="worker0", rank=0, **SOON, **TCP)
+    reach_each_other([newcomer])
+    dismiss(workers)
+    dismiss(others)
+
+
+@backend.over_sockets
+def test_a_worker_starts_again_at_its_port(run_workers: RunWorkers, reserved_port: int) -> None:
+    workers = start_followers(run_workers, 1, **SOON, **TCP)
+    here = SOON | TCP | {"listen": f"127.0.0.1:{reserved_port}"}
+    for _ in range(2):
+        again = add_follower(workers, name="worker1", rank=1, **here)
+        reach_each_other([workers[0], again])
+        again.kill()
+        again.result()
+    dismiss(workers)
+
+
+@backend.over_sockets
+def test_the_name_of_a_stopped_worker_is_taken(run_workers: RunWorkers) -> None:
+    workers = start_followers(run_workers, 1, **SOON, **TCP)
+    workers[0].stop()
+    said = workers.add(fail_to_join, args=(SOON | TCP,), name="worker0", rank=0).result()
+    assert "the name 'worker0' is not unique, the living worker 'worker0'" in said
+    workers[0].resume()
     dismiss(workers)
 
 

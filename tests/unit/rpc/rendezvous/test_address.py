@@ -10,6 +10,7 @@ import pytest
 from rpc.errors import RendezvousError
 from rpc.group.workers import Member, WorkerInfo
 from rpc.rendezvous.address import (
+    LifeSign,
     as_others_reach_it,
     dead_among,
     host_identity,
@@ -149,6 +150,17 @@ def test_worker_is_asked_at_its_tcp_address(host: str) -> None:
         address = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
         assert probe(member(address, host=host)) is True
     assert probe(member(address, host=host)) is False
+
+
+@pytest.mark.skipif(not LifeSign.available, reason="abstract sockets are Linux's")
+def test_worker_on_this_host_without_unix_address_is_asked_at_its_sign() -> None:
+    sign = LifeSign()
+    with socket.create_server(("127.0.0.1", 0)) as another:
+        addresses = f"tcp:127.0.0.1:{another.getsockname()[1]}", sign.address
+        assert probe(member("tcp:127.0.0.1:1", sign.address, host=host_identity())) is True
+        sign.close()
+        assert probe(member(*addresses, host=host_identity())) is False
+        assert probe(member(*addresses)) is True, "the sign of another host tells nothing"
 
 
 def test_unix_address_of_another_host_tells_nothing(start_worker: StartWorker) -> None:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import operator
+import signal
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pickle import PickleBuffer
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -12,9 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
 from rpc.serialization.memory import INLINE_BYTES, inline_limit, layout_of, memory_at, settle
 from rpc.serialization.payload import Payload
-from tests.unit.rpc.serialization.journey import CALLEE, PICKLES, deliver
+from tests.support.stepping import Step
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, PICKLES, SERIALIZER, deliver
 
 SMALL_FRAME_BYTES = 64 << 10
 
@@ -120,3 +126,34 @@ def test_memory_in_a_cycle_is_collected(raw: bool) -> None:
     del tensor, buffer, cycle
     gc.collect()
     assert gone() is None
+
+
+@pytest.fixture
+def stop() -> Iterator[Callable[[], object]]:
+    """A signal whose handler raises what ends the iteration of a built-in function without a word."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise StopIteration
+
+    defer_interrupts()
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield lambda: signal.raise_signal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+    restore_interrupts()
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_a_signal_handler_raises_while_a_value_arrives_is_raised(
+    requires_grad: bool, stop: Callable[[], object]
+) -> None:
+    values = [torch.zeros(30_000, requires_grad=requires_grad), np.zeros(30_000)]
+    payload = PICKLES.dumps(values, CALLEE)
+    for number in itertools.count(1):
+        header, buffers = deliver(payload)
+        step = Step(number, stop, files=[settle.__code__.co_filename])
+        with step, contextlib.suppress(StopIteration):
+            PICKLES.loads(header, buffers, SERIALIZER.adopt(header, CALLER), CALLER)
+            assert not step.taken, number
+        if not step.taken:
+            break
+    assert number > 10
