@@ -16,7 +16,8 @@ class Hooks:
 
     ``formed`` is called on the joining thread with the key of the group, before any other worker can be met.
     ``joined``, ``broke`` and ``gone`` are called on the loop's thread: when another worker has become known,
-    when the connection to it broke and is made again, and when it is gone for good, with the reason.
+    when the connection to it broke and is made again, and when it is gone for good, with the reason. So is
+    ``out``, with the reason, when this worker is out of its dynamic group, after all others are lost.
     ``leaving`` is called when a graceful shutdown begins, to end what it would wait for; ``close`` on the
     closing thread, when this worker leaves; ``closed`` when it has left: no worker that it waits for will
     answer any more. ``forked`` is called in a forked child, where it must not wait for
@@ -32,6 +33,7 @@ class Hooks:
     joined: list[Callable[[Peer], object]] = field(default_factory=list)
     broke: list[Callable[[Peer], object]] = field(default_factory=list)
     gone: list[Callable[[Peer, str], object]] = field(default_factory=list)
+    out: list[Callable[[str], object]] = field(default_factory=list)
     leaving: list[Callable[[], object]] = field(default_factory=list)
     close: list[Callable[[], object]] = field(default_factory=list)
     closed: list[Callable[[], object]] = field(default_factory=list)

@@ -41,10 +41,15 @@ def introduce(caller: Caller, members: Sequence[Member]) -> None:
 
 
 class AgentNeighbours:
-    """``Neighbours`` of an agent that has joined its group. From any thread."""
+    """``Neighbours`` of an agent that has joined its group. From any thread.
 
-    def __init__(self, group: AgentGroup) -> None:
+    Args:
+        out: called with the reason when this worker is out of its group; see ``Hooks``.
+    """
+
+    def __init__(self, group: AgentGroup, out: Sequence[Callable[[str], object]] = ()) -> None:
         self._group = group
+        self._out = out
 
     def roster(self) -> Sequence[Member]:
         return self._group.peers.view.present()
@@ -80,6 +85,8 @@ class AgentNeighbours:
         for peer in self._group.peers.all():
             if not peer.is_self:
                 self._group.connections.lose(peer, reason)
+        for told in self._out:
+            told(reason)
 
     def _on_loop(self, function: Callable[[], Any]) -> None:
         try:

@@ -265,9 +265,9 @@ def _with_sign(agent: Agent, me: Member) -> Member:
 
 def _keeper(agent: Agent, joined: DynamicGroup, timeout: float) -> Keeper:
     """Make the keeper that shows this worker to later joiners, and watches the store."""
-    keeper = Keeper(joined, timeout, AgentNeighbours(agent.group))
-    agent.extensions[KEEPER] = keeper
     hooks = agent.lifecycle.hooks
+    keeper = Keeper(joined, timeout, AgentNeighbours(agent.group, hooks.out))
+    agent.extensions[KEEPER] = keeper
     hooks.gone.append(lambda peer, _: keeper.worker_gone(Loss(peer.incarnation, left=peer.has_left)))
     hooks.close.append(keeper.leave)
     hooks.forked.append(keeper.abandon_after_fork)

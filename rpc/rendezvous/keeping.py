@@ -19,6 +19,7 @@ written first, the other one's reader sees it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import queue
 import threading
@@ -71,6 +72,8 @@ class _Errand:
     outcome: Future[Any]
 
     def run(self, store: SharedStore) -> None:
+        if not self.outcome.set_running_or_notify_cancel():
+            return
         try:
             self.outcome.set_result(self.work(store))
         except StoreLost as lost:
@@ -149,10 +152,13 @@ class Keeper:
         """Have ``work`` called with the group's store, on the keeper's thread. From any thread.
 
         Returns:
-            A future of its value; it fails with ``RendezvousError`` if the store does not answer.
+            A future of its value; it fails with ``RendezvousError`` if the store does not answer, or if this
+            worker has left its group.
         """
         outcome: Future[Any] = Future()
         self._orders.put(_Errand(work, outcome))
+        if self._left.is_set():
+            self._refuse_orders()
         return outcome
 
     @protected
@@ -202,6 +208,16 @@ class Keeper:
         finally:
             self._store.forget_line()
             self._left.set()
+            self._refuse_orders()
+
+    def _refuse_orders(self) -> None:
+        """Fail what was asked of the store, as the thread has ended. From any thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                order = self._orders.get_nowait()
+                if isinstance(order, _Errand) and order.outcome.set_running_or_notify_cancel():
+                    error = RendezvousError(f"worker '{self._me.name}' has left its dynamic group")
+                    order.outcome.set_exception(error)
 
     def _wait(self, seconds: float) -> bool:
         """Wait; returns whether a worker was lost in the meantime."""

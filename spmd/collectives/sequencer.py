@@ -16,9 +16,9 @@ from typing import Final, Protocol
 
 from rpc.runtime.interrupts import protected
 
-__all__ = ["Operation", "Sequencer"]
+__all__ = ["IDLE_SECONDS", "Operation", "Sequencer"]
 
-_IDLE_SECONDS: Final = 5.0
+IDLE_SECONDS: Final = 5.0
 """Time in seconds without work after which the thread ends; the next operation starts another."""
 
 
@@ -123,7 +123,7 @@ class Sequencer:
         while True:
             with self._wanted:
                 self._idle += 1
-                is_wanted = self._wanted.wait_for(lambda: self._is_wanted, _IDLE_SECONDS)
+                is_wanted = self._wanted.wait_for(lambda: self._is_wanted, IDLE_SECONDS)
                 self._idle -= 1
                 if not is_wanted:
                     return

@@ -66,8 +66,8 @@ class Losses:
         agent: the agent.
         core: this member's part of the protocol, which ``take_in`` tells of certain ends.
         changed: the lock of ``core``.
-        on_loss: called after each loss, on the loop's thread, with the incarnation; and with the reason if
-            this worker itself is out of its group, else None.
+        on_loss: called after each loss, on the loop's thread, with the incarnation.
+        on_out: called on the loop's thread, with the reason, when this worker is out of its group.
     """
 
     def __init__(
@@ -75,9 +75,11 @@ class Losses:
         agent: Any,
         core: Observer,
         changed: threading.Condition,
-        on_loss: Callable[[int, str | None], object],
+        on_loss: Callable[[int], object],
+        on_out: Callable[[str], object],
     ) -> None:
-        self._agent, self._core, self._changed, self._on_loss = agent, core, changed, on_loss
+        self._agent, self._core, self._changed = agent, core, changed
+        self._on_loss, self._on_out = on_loss, on_out
         self._gone: queue.SimpleQueue[tuple[int, bool] | None] = queue.SimpleQueue()
         self._processes: dict[int, tuple[int, int]] = {}
         self._tick = monotonic()
@@ -86,6 +88,7 @@ class Losses:
     def begin(self) -> None:
         """Begin to note losses."""
         self._agent.lifecycle.hooks.gone.append(self._note)
+        self._agent.lifecycle.hooks.out.append(self._on_out)
         self._agent.group.on_loop(self._beat)
 
     def close(self) -> None:
@@ -93,6 +96,7 @@ class Losses:
         self._closed.set()
         with contextlib.suppress(ValueError):
             self._agent.lifecycle.hooks.gone.remove(self._note)
+            self._agent.lifecycle.hooks.out.remove(self._on_out)
 
     def _note(self, peer: Peer, reason: str) -> None:
         # Called on the loop's thread, where it must be judged whether the end is certain.
@@ -101,8 +105,7 @@ class Losses:
             self._gone.put(None)
         certain = peer.has_left or self.has_ended(peer.incarnation)
         self._gone.put((peer.incarnation, certain and not paused))
-        is_out = f"'{self._agent.group.peers.own.name}' is out of its group" in reason
-        self._on_loss(peer.incarnation, reason if is_out else None)
+        self._on_loss(peer.incarnation)
 
     def _beat(self) -> None:
         """Notice pauses of this process, on the loop's thread."""
@@ -170,19 +173,24 @@ class Losses:
 
     # ---- the group's log
 
-    def on_store(self, work: Callable[[SharedStore], Any]) -> Any:
+    def on_store(self, work: Callable[[SharedStore], Any], patience: float | None = None) -> Any:
         """Return what a function of the group's store returns, asking again while another worker takes the
         store over.
+
+        Args:
+            patience: timeout in seconds; by default ``rendezvous_timeout``.
 
         Raises:
             ElasticError: the store does not answer.
         """
-        deadline = monotonic() + self._agent.options.rendezvous_timeout
+        deadline = monotonic() + (self._agent.options.rendezvous_timeout if patience is None else patience)
         keeper = self._agent.extensions["rpc.keeper"]
         while True:
+            answer = keeper.ask(work)
             try:
-                return keeper.ask(work).result(timeout=max(0.0, deadline - monotonic()))
+                return answer.result(timeout=max(0.0, deadline - monotonic()))
             except (TimeoutError, RendezvousError) as error:  # another worker may serve it soon
+                answer.cancel()
                 if monotonic() > deadline or self._closed.is_set():
                     name = self._agent.group.peers.own.name
                     raise ElasticError(f"worker '{name}': the group's store does not answer") from error
@@ -201,7 +209,7 @@ class Losses:
             return any(map(self.is_out_of_reach, present))
 
     def read_log(self) -> None:
-        """Read from the group's log which workers were removed while this one was in it."""
+        """Read from the group's log, if it answers soon, which workers it has removed beside this one."""
         me = self._core.me
         wanted = [each for each in self._core.partners() if self.is_lost(each)]
 
@@ -210,7 +218,7 @@ class Losses:
             return sorted(removed) if me in _present(Log(store)) else []
 
         with contextlib.suppress(RpcError):
-            removed = self.on_store(read)
+            removed = self.on_store(read, LOG_SECONDS)
             with self._changed:
                 self._core.was_removed(removed)
 

@@ -102,7 +102,7 @@ class Views:
         self.newcomers: dict[int, tuple[int, int]] = {}
         self.replicas: dict[int, tuple[int, ...]] = {}
         self.key = (get_worker_info().id, self.me)
-        self.losses = Losses(self._agent, self.core, self.changed, self._note)
+        self.losses = Losses(self._agent, self.core, self.changed, self._note, self._out)
         self.mates = Mates(self.core, self.losses, self.changed, self.ask, self._is_over)
         self._is_member = False
         self.released = threading.Event()
@@ -262,11 +262,13 @@ class Views:
 
     # ---- losses, and what follows
 
-    def _note(self, incarnation: int, reason: str | None) -> None:
+    def _out(self, reason: str) -> None:
+        """Handle that this worker is out of its group, on the loop's thread."""
+        error = PutOut(f"{reason}; the elastic job may go on without it")
+        threading.Thread(target=self.fail, args=(error,), daemon=True).start()
+
+    def _note(self, incarnation: int) -> None:
         """Handle a loss, on the loop's thread."""
-        if reason is not None:
-            error = PutOut(f"{reason}; the elastic job may go on without it")
-            threading.Thread(target=self.fail, args=(error,), daemon=True).start()
         if incarnation in self.core.partners():
             self._interrupted_at = self._interrupted_at or monotonic()
         self.woken.set()

@@ -4,6 +4,9 @@ python -m tests.soak.elastic --seconds 60                # SIGKILL of one of thr
 python -m tests.soak.elastic --seconds 60 --at-once 2    # of two at once
 python -m tests.soak.elastic --stop 40                   # SIGSTOP for 40 s, beyond the limits, in place of
 SIGKILL
+python -m tests.soak.elastic --hosts                     # on two hosts: network namespaces; needs root
+python -m tests.soak.elastic --cut 20                    # the link between them is cut for 20 s, in place of
+SIGKILL
 
 Each killed member is replaced by a new process after half a second. At the end the survivors must have
 committed the same steps without a gap, have bitwise equal weights, and have used each sample of each step
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import hashlib
 import itertools
 import json
@@ -37,6 +41,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import rpc
 from farcall import elastic
+from tests.support.network_namespaces import Hosts, enter
 
 __all__ = ["main"]
 
@@ -44,6 +49,8 @@ torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.1)  # imports what the first 
 
 _LENGTH: Final = 960
 _BATCH: Final = 48
+_CUT_LOST_AFTER: Final = 5
+"""Seconds of silence after which members are lost where links are cut; by default it is 30."""
 _KILL_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 
 
@@ -95,8 +102,8 @@ def _flat(state: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return [(prefix, state)]
 
 
-def be_member(name: str, folder: Path, meeting: str, options: argparse.Namespace) -> None:
-    """The program of a member."""
+def be_member(name: str, folder: Path, options: argparse.Namespace, network: dict[str, Any]) -> None:
+    """The program of a member; ``network`` holds the agent's options for it."""
     torch.set_num_threads(1)
     log = open(folder / f"{name}.log", "w", encoding="utf-8")  # noqa: SIM115  until the process ends
 
@@ -104,7 +111,7 @@ def be_member(name: str, folder: Path, meeting: str, options: argparse.Namespace
         log.write(json.dumps({"t": time.monotonic(), "what": what, **more}) + "\n")
         log.flush()
 
-    rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(init_method=meeting, dynamic=True))
+    rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(dynamic=True, **network))
     model = make_model() if options.buffers else make_simple_model()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     x, y = make_data()
@@ -143,18 +150,23 @@ class Members:
 
     Args:
         folder: folder of their logs.
-        program: the program of a member, called with its name.
+        program: the program of a member, called with its name and host.
+
+    Attributes:
+        hosts: the host of each member that was started.
     """
 
-    def __init__(self, folder: Path, program: Callable[[str], object]) -> None:
+    def __init__(self, folder: Path, program: Callable[[str, int], object]) -> None:
         self._folder, self._program = folder, program
+        self.hosts: dict[str, int] = {}
         self.living: dict[str, int] = {}
         self.statuses: dict[str, int] = {}
         self._count = 0
 
-    def start(self) -> str:
+    def start(self, host: int = 0) -> str:
         """Start one more; returns its name."""
         name = f"member{self._count}"
+        self.hosts[name] = host
         self._count += 1
         pid = os.fork()
         if pid:
@@ -167,7 +179,7 @@ class Members:
                 os.dup2(errors.fileno(), 1)
                 os.dup2(errors.fileno(), 2)
             logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s", force=True)
-            self._program(name)
+            self._program(name, host)
         except BaseException:
             traceback.print_exc()
             status = 1
@@ -210,34 +222,50 @@ def alone(steps: int, buffers: bool) -> nn.Module:
     return model
 
 
-def disturb(members: Members, folder: Path, options: argparse.Namespace) -> list[tuple[float, list[str]]]:
-    """Kill or stop members until the time is over."""
+def disturb(
+    members: Members, folder: Path, options: argparse.Namespace, hosts: Hosts | None
+) -> list[tuple[float, list[str]]]:
+    """Kill or stop members, or cut the link between hosts, until the time is over."""
     chance = random.Random(options.seed)
     end, next_kill = time.monotonic() + options.seconds, time.monotonic() + options.every
     kills: list[tuple[float, list[str]]] = []
-    due: list[float] = []
-    stopped: list[tuple[float, int]] = []
-    while time.monotonic() < end or stopped:
+    due: list[tuple[float, int]] = []
+    passing: list[tuple[float, Callable[[], object]]] = []
+    """What ends stops and cuts, and when."""
+    while time.monotonic() < end or passing:
         now = time.monotonic()
         members.collect()
-        for when in [each for each in due if each <= now]:
-            due.remove(when)
-            members.start()
-        for when, pid in [each for each in stopped if each[0] <= now]:
-            stopped.remove((when, pid))
-            os.kill(pid, signal.SIGCONT)
-        if now >= next_kill and now < end and not stopped:
+        for when, host in [each for each in due if each[0] <= now]:
+            due.remove((when, host))
+            members.start(host)
+        for each in [each for each in passing if each[0] <= now]:
+            passing.remove(each)
+            each[1]()
+        if now >= next_kill and now < end and not passing:
             training = {name for name, entry in entries(folder) if entry["what"] == "commit"} & set(
                 members.living
             )
-            if len(training) > options.at_once:
+            victims: list[str] = []
+            if options.cut and hosts is not None:
+                if (
+                    len(training) == len(members.living) == options.members
+                ):  # those that were put out have ended
+                    victims = sorted(name for name in training if members.hosts[name] == 1)
+            elif len(training) > options.at_once:
                 victims = chance.sample(sorted(training), options.at_once)
+            if victims and options.cut and hosts is not None:
+                hosts.set_link(0, "down")
+                passing.append((now + options.cut, functools.partial(hosts.set_link, 0, "up")))
+                due += [(now + options.cut + 1, 1) for _ in victims]
+            else:
                 for name in victims:
-                    os.kill(members.living[name], signal.SIGSTOP if options.stop else signal.SIGKILL)
+                    pid = members.living[name]
+                    os.kill(pid, signal.SIGSTOP if options.stop else signal.SIGKILL)
                     if options.stop:
-                        stopped.append((now + options.stop, members.living[name]))
+                        passing.append((now + options.stop, functools.partial(os.kill, pid, signal.SIGCONT)))
                     else:
-                        due.append(now + 0.5)
+                        due.append((now + 0.5, members.hosts[name]))
+            if victims:
                 kills.append((now, victims))
                 next_kill = now + options.every * (0.5 + chance.random())
         time.sleep(0.002)
@@ -311,6 +339,13 @@ def main() -> int:
     parser.add_argument(
         "--stop", type=float, default=0.0, help="stop for so many seconds in place of killing"
     )
+    parser.add_argument("--hosts", action="store_true", help="members are on two hosts: network namespaces")
+    parser.add_argument(
+        "--cut",
+        type=float,
+        default=0.0,
+        help="cut the link of two hosts for so many seconds, in place of killing",
+    )
     parser.add_argument("--buffers", action="store_true", help="train a model with batch normalization")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=180.0, help="seconds for all to begin, and to end")
@@ -318,11 +353,35 @@ def main() -> int:
     torch.set_num_threads(1)
     os.environ.setdefault("FARCALL_TOKEN", "soak-soak-soak-soak-soak")
     folder = Path(tempfile.mkdtemp(prefix="farcall-elastic-"))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = f"tcp://127.0.0.1:{store.port}"
-    members = Members(folder, lambda name: be_member(name, folder, meeting, options))
-    for _ in range(options.members):
-        members.start()
+    hosts = Hosts() if options.hosts or options.cut else None
+    try:
+        if hosts is not None:
+            hosts.set_up()
+        return run(folder, options, hosts)
+    finally:
+        if hosts is not None:
+            hosts.tear_down()
+
+
+def run(folder: Path, options: argparse.Namespace, hosts: Hosts | None) -> int:
+    """Run the job on these hosts, or on this one; returns the exit status."""
+    if hosts is not None:
+        enter(hosts.names[0])
+    addresses = ["127.0.0.1"] if hosts is None else hosts.addresses
+    store = TCPStore(addresses[0], 0, is_master=True, wait_for_workers=False)
+    network: dict[str, Any] = {"init_method": f"tcp://{addresses[0]}:{store.port}"}
+    if options.cut:
+        network |= {"lost_after": _CUT_LOST_AFTER, "reconnect_within": _CUT_LOST_AFTER}
+
+    def program(name: str, host: int) -> None:
+        if hosts is not None:
+            enter(hosts.names[host])
+            network["listen"] = addresses[host]
+        be_member(name, folder, options, network)
+
+    members = Members(folder, program)
+    for index in range(options.members):
+        members.start(index % len(addresses))
     limit = time.monotonic() + options.patience
     while len({name for name, entry in entries(folder) if entry["what"] == "commit"}) < options.members:
         members.collect()
@@ -330,7 +389,7 @@ def main() -> int:
             print(f"not all members have begun: {folder}", members.statuses)
             return 1
         time.sleep(0.05)
-    kills = disturb(members, folder, options)
+    kills = disturb(members, folder, options, hosts)
     (folder / "stop").touch()
     limit = time.monotonic() + options.patience
     while members.living and time.monotonic() < limit:

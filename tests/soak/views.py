@@ -32,18 +32,22 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import rpc
 from farcall import elastic
+from spmd.collectives.sequencer import IDLE_SECONDS
 from tests.soak.elastic import Members
 
 __all__ = ["main"]
 
 _SIZE: Final = 3
 _MEMORY_FACTOR: Final = 1.1
+_UNDER_WAY: Final = {"agent.pending_calls", "agent.active_tasks", "agent.cancellable_requests"}
+"""Numbers of what members ask one another at that moment."""
 _PATIENCE: Final = 60.0
 """Maximum time in seconds until a change of members is over."""
 
 
 def _counts() -> dict[str, int]:
-    """What this process holds, once garbage is collected."""
+    """What this process holds, once garbage is collected, and idle threads of groups have ended."""
+    time.sleep(IDLE_SECONDS + 2)
     gc.collect()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     status = Path("/proc/self/status").read_text(encoding="utf-8")
@@ -53,7 +57,7 @@ def _counts() -> dict[str, int]:
         "threads": threading.active_count(),
         "mapped segments": sum("memfd" in line or "/dev/shm" in line for line in maps.splitlines()),
         "memory, KiB": int(resident.split()[1]),
-        **{name: number for name, number in rpc.get_debug_info().items() if "total" not in name},
+        **{name: number for name, number in rpc.get_debug_info().items() if name not in _UNDER_WAY},
     }
 
 
@@ -70,10 +74,10 @@ def be_member(name: str, folder: Path, meeting: str, views: int) -> None:
     rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(init_method=meeting, dynamic=True))
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-    job = elastic.join(model=model, optimizer=optimizer, sampler=elastic.Sampler(480, 48, seed=0))
     leaving, seen = folder / f"{name}.leave", None
     counted_at = [views // 10, views] if stays else [sys.maxsize]
     with contextlib.suppress(elastic.Finished):
+        job = elastic.join(model=model, optimizer=optimizer, sampler=elastic.Sampler(480, 48, seed=0))
         for attempt in job.attempts():
             with attempt:
                 model(torch.ones(len(attempt.indices), 64)).sum().backward()
@@ -147,7 +151,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="farcall-views-"))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = f"tcp://127.0.0.1:{store.port}"
-    members = Members(folder, lambda name: be_member(name, folder, meeting, options.views))
+    members = Members(folder, lambda name, _: be_member(name, folder, meeting, options.views))
     for _ in range(_SIZE):
         members.start()
     while not (folder / "member0.log").exists():

@@ -79,7 +79,7 @@ class Hosts:
         self.lines: dict[tuple[str, int], Any] = {}  # of ``handle``
         self.closed = threading.Event()
         self.changed = threading.Condition(threading.RLock())
-        self.losses = Losses(agent, self, self.changed, self._note)
+        self.losses = Losses(agent, self, self.changed, self._note, self._out)
         self._doubted: set[int] = set()
         self._removed: set[int] = set()
         self._log_read = 0.0
@@ -111,9 +111,13 @@ class Hosts:
     def was_removed(self, incarnations: Iterable[int]) -> None:
         self._removed.update(incarnations)
 
-    def _note(self, incarnation: int, reason: str | None) -> None:
+    def _out(self, reason: str) -> None:
+        self.put_out = reason
+        for host in list(self.by_name.values()):
+            host.woken.set()
+
+    def _note(self, incarnation: int) -> None:
         self.lost.add(incarnation)
-        self.put_out = self.put_out or reason
         for host in list(self.by_name.values()):
             host.woken.set()
 

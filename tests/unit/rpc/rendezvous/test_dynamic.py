@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from rpc.errors import GroupMismatchError, RendezvousTimeoutError
+from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
 from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Pace, Verdict
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
@@ -44,6 +44,14 @@ def test_worker_that_left_is_not_known_to_later_ones(connect: Connect, workers: 
     join_dynamic(connect(), two.member, 5)
     assert keep(first).leave()
     assert _names(join_dynamic(connect(), three.member, 5).others) == {"worker1"}
+
+
+def test_what_a_worker_that_has_left_asks_of_the_store_fails(connect: Connect, workers: Workers) -> None:
+    [one] = workers(1)
+    keeper = keep(join_dynamic(connect(), one.member, 5))
+    assert keeper.leave(60)
+    with pytest.raises(RendezvousError, match="'worker0' has left its dynamic group"):
+        keeper.ask(lambda store: store.description).result(timeout=60)
 
 
 def test_ids_are_given_to_those_without_rank(connect: Connect, start_worker: StartWorker) -> None:

@@ -1,0 +1,78 @@
+"""Losses that a member notices, and what it asks of the group's log."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from rpc.agent.hooks import Hooks
+from spmd.elastic.losses import Losses
+
+
+class Core:
+    """What is told of losses: it knows one other member."""
+
+    def __init__(self) -> None:
+        self.me = 1
+        self.dead: set[int] = set()
+        self.removed: list[int] | None = None
+
+    def partners(self) -> set[int]:
+        return {2}
+
+    def witnessed(self, incarnation: int) -> None:
+        self.dead.add(incarnation)
+
+    def was_stopped(self) -> None:
+        pass
+
+    def was_removed(self, incarnations: Iterable[int]) -> None:
+        self.removed = list(incarnations)
+
+
+class World:
+    """An agent whose group has forgotten the other member, and whose store does not answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[Future[Any]] = []
+        self.hooks, self.core = Hooks(), Core()
+        self.told: list[str] = []
+        agent: Any = SimpleNamespace(
+            lifecycle=SimpleNamespace(hooks=self.hooks),
+            group=SimpleNamespace(
+                on_loop=lambda function: None,
+                peers=SimpleNamespace(
+                    by_incarnation=lambda incarnation: None, own=SimpleNamespace(name="worker")
+                ),
+            ),
+            extensions={"rpc.keeper": SimpleNamespace(ask=self._ask)},
+            options=SimpleNamespace(rendezvous_timeout=3600),
+        )
+        self.losses = Losses(
+            agent, self.core, threading.Condition(), lambda incarnation: None, self.told.append
+        )
+
+    def _ask(self, work: object) -> Future[Any]:
+        self.asked.append(Future())
+        return self.asked[-1]
+
+
+def test_a_log_that_does_not_answer_is_not_waited_for() -> None:
+    world = World()
+    world.losses.read_log()
+    assert world.core.removed is None
+    assert world.asked
+    assert all(each.cancelled() for each in world.asked)
+
+
+def test_a_member_that_has_lost_all_others_learns_that_it_is_out_of_its_group() -> None:
+    world = World()
+    world.losses.begin()
+    for told in world.hooks.out:
+        told("it was removed")
+    assert world.told == ["it was removed"]
+    world.losses.close()
+    assert not world.hooks.out
