@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -234,6 +234,16 @@ class DistributedOptimizer:
             for (owner, optimizer), state in zip(self.local_optimizers.items(), states, strict=True)
         }
         on_all(parts, "load_state_dict", lambda part: part[0].rpc_async().load_state_dict(part[1]))
+
+    if not TYPE_CHECKING:  # so that type checkers find misspelled names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = ""
+            if name == "zero_grad":
+                hint = ": there is nothing to reset, as gradients belong to the context. Leave the call out"
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self
+            )
 
     def __repr__(self) -> str:
         counts = {owner: sum(map(len, groups)) for owner, groups in self._positions.items()}

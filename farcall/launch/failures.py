@@ -28,7 +28,7 @@ from rpc.runtime.current import is_initialized
 from rpc.runtime.preemption import REQUEUE_STATUS
 from rpc.runtime.tracebacks import shows_all
 
-__all__ = ["Failure", "is_of_pytorchs_rpc", "record", "shown_by", "signal_name"]
+__all__ = ["LOSSES", "Failure", "is_of_pytorchs_rpc", "record", "shown_by", "signal_name"]
 
 _FILE: Final = "FARCALL_ERROR_FILE"
 """Environment variable that names the file for the record."""
@@ -42,7 +42,9 @@ _SHOWN: Final = 120
 _PYTORCHS_RPC: Final = re.compile(r"/torch/distributed/(rpc|autograd|nn/api|optim)/[^/]*$")
 """Files of PyTorch's own RPC."""
 
-_LOSS: Final = "WorkerLostError"
+LOSSES: Final = ("WorkerLostError", "RankLostError")
+"""Names of the errors that tell of another process's end."""
+
 _LINE: Final = re.compile(r'File "(.*)", line (\d+)')
 _RECENT_SECONDS: Final = 60.0
 """Age in seconds up to which the traceback that another process has printed is referred to."""
@@ -93,7 +95,7 @@ class Failure:
 
     def _rarely_a_cause(self) -> int:
         if self.message:
-            return 3 if self.message.startswith(_LOSS) else 1
+            return 3 if self.message.startswith(LOSSES) else 1
         if self.wants_requeue:
             return 2
         return 5 if self.status == -signal.SIGTERM else 0 if self.status < 0 else 4

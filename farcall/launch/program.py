@@ -27,7 +27,7 @@ from farcall import compat
 from farcall.compat import lending
 from farcall.compat.own_source import imports_at_the_top
 from rpc.runtime.preemption import end_at_sigterm
-from rpc.runtime.tracebacks import folded, is_hooked
+from rpc.runtime.tracebacks import fold_uncaught, folded, show_as
 
 __all__ = ["run_module", "run_script"]
 
@@ -113,6 +113,7 @@ def run_module(
 def _prepare(folder: str, program: str, lend_names: bool, xla: bool) -> None:
     """Prepare this process before the first line of a program's code, or of its packages, is run."""
     end_at_sigterm()
+    fold_uncaught()  # before PyTorch puts a hook of its own around the one that is there
     if lend_names:
         compat.install(xla)
         _install_in_children()
@@ -164,10 +165,8 @@ def _run(
         error.__traceback__ = _without_ours(error.__traceback__)
         line = None if on_error is None else on_error(error)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        if not is_hooked() and sys.stderr is not None:
-            sys.stderr.write(line or folded(error))  # in one piece: other workers write to the same terminal
-        else:
-            sys.excepthook(type(error), error, error.__traceback__)
+        show_as(error, line or folded(error))  # in one piece: other workers write to the same terminal
+        sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
 

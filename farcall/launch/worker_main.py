@@ -25,12 +25,12 @@ import farcall_guard
 
 farcall_guard.prefer()  # before any import of packages that the program's folder may hide
 
-from farcall.launch.failures import is_of_pytorchs_rpc, record, shown_by
+from farcall.launch.failures import LOSSES, is_of_pytorchs_rpc, record, shown_by
 from farcall.launch.program import run_module, run_script
 from farcall.launch.spare_process import FLAG, become_a_worker
 from farcall.observe.installation import begin, failed
 from rpc.errors import WorkerLostError
-from rpc.runtime.tracebacks import folded, in_one_line, is_hooked
+from rpc.runtime.tracebacks import folded, in_one_line, show_as
 from rpc.serialization.failures import beginning_of
 
 __all__ = ["main"]
@@ -59,9 +59,7 @@ def main() -> int:
     try:
         return run(target, rest, lend_names="--lend-names" in flags, xla="--xla" in flags, on_error=_record)
     except KeyboardInterrupt as error:  # Python prints it and ends the process by SIGINT
-        if not is_hooked() and sys.stderr is not None:
-            line = f"{in_one_line(error)}\n"
-            sys.excepthook = lambda *_: sys.stderr.write(line)
+        show_as(error, f"{in_one_line(error)}\n")
         raise
 
 
@@ -77,7 +75,7 @@ def _record(error: Exception) -> str:
     trace = folded(error)
     record(error, trace)
     failed(error)
-    if isinstance(error, WorkerLostError):
+    if isinstance(error, WorkerLostError) or type(error).__name__ in LOSSES:
         return f"{in_one_line(error)}\n"
     rank = shown_by(error, trace)
     if rank is None:

@@ -159,16 +159,17 @@ class AnswerSender:
         consequence = isinstance(error, GivenUpError) or (
             isinstance(error, WorkerLostError) and error.worker == peer.name
         )
+        said = beginning_of(text_of(error), _SHOWN_OF_ERROR)
         logger.log(
             logging.DEBUG if wanted else logging.INFO if consequence else logging.WARNING,
-            "worker '%s': %s, called by worker '%s', raised %s%s%s: %s",
+            "worker '%s': %s, called by worker '%s', raised %s%s%s%s",
             self._peers.own.name,
             _raised_in(error) if of is None else name_of(of),
             peer.name,
             type(error).__name__,
             "" if request is None else f" after {monotonic() - request.began:.4f} s",
             place_of(error),
-            beginning_of(text_of(error), _SHOWN_OF_ERROR),
+            f": {said}" if said else "",
             exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
         )
         serializer, codec = self._serializer, peer.codec.id

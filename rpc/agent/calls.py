@@ -88,6 +88,7 @@ class PendingCall:
             has no history. False for calls made under ``no_grad``, and for those that callees make: the
             program that has called them decides whether there is a context.
         last_seen: what its callee did when it was last asked, as text; "" if it was not asked.
+        in_cycle: whether it waited for itself then, along a chain of calls.
         began, when_ended: if there are listeners for calls: when it was opened, and the handlers for its end.
     """
 
@@ -100,6 +101,7 @@ class PendingCall:
     holds: Any = None
     watched = False
     last_seen = ""
+    in_cycle = False
     began = 0.0
     when_ended: Callable[[PendingCall, Frame | BaseException], None] | None = None
     coalesced = False
@@ -136,10 +138,13 @@ class PendingCall:
             without = "rref.rpc_async(timeout=0).method(...) and rref.to_here(timeout=0) have"
         else:
             without = f"rpc.rpc_async('{self.peer.name}', {self.asked}, ..., timeout=0) has"
+        advice = (
+            f" If it may take longer, pass a timeout in seconds: {without} no limit, and "
+            "rpc.set_rpc_timeout(0) sets none for all calls."
+        )
         return RpcTimeoutError(
             f"RPC ran for more than its timeout of {self.timeout * 1000:.0f} ms: {self.asked} on worker "
-            f"'{self.peer.name}' has not answered.{seen} If it may take longer, pass a timeout in seconds: "
-            f"{without} no limit, and rpc.set_rpc_timeout(0) sets none for all calls."
+            f"'{self.peer.name}' has not answered.{seen}{'' if self.in_cycle else advice}"
         )
 
     def lost_error(self) -> WorkerLostError:

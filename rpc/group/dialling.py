@@ -127,6 +127,7 @@ class Dialler:
     async def _dial(self, peer: Peer) -> None:
         """Connect to a worker at the first of its addresses that answers."""
         failures: list[str] = []
+        hint = ""
         may_live = False
         for address in peer.member.addresses:
             scheme = address.partition(":")[0]
@@ -142,9 +143,11 @@ class Dialler:
             except Exception as error:  # unreachable, or a malformed address
                 failures.append(f"{_shown(address)}: {_why(error)}")
                 may_live |= _may_pass(error)
+                if scheme == "unix" and isinstance(error, ConnectionRefusedError):  # nothing listens there
+                    hint = " (did its program end without rpc.shutdown()?)"
         else:
             where = "; ".join(failures) or "any address known here"
-            self.failed(peer, f"it cannot be reached at {where}", may_live=may_live)
+            self.failed(peer, f"it cannot be reached at {where}{hint}", may_live=may_live)
             return
         while not peer.is_quiet:  # noqa: ASYNC110  # a matter of microseconds, which nothing tells
             await asyncio.sleep(QUIET_SECONDS)

@@ -3,9 +3,10 @@
 Frames of this distribution, of the modules with which it waits, and of ``runpy`` are left out. A cause that
 has no other frames is left out too if the text of the error that it caused contains its text; otherwise it is
 shown without frames. An error without any frame of the program keeps all frames, since the fault may be ours.
-An error of a pool's process is shown once, with the frames of both processes. If a note, as of another
-worker's traceback, ends with the error's text, it is cut there. With ``FARCALL_TRACEBACKS=full`` in the
-environment nothing is left out.
+An error of a pool's process is shown once, with the frames of both processes. Of another worker's traceback
+without frames of the program, only the worker's name is left. If a note, as of another worker's traceback,
+ends with the error's text, it is cut there. With ``FARCALL_TRACEBACKS=full`` in the environment nothing is
+left out.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from types import TracebackType
 from typing import Final
 
 from rpc.errors import RpcError
-from rpc.runtime.code_folders import LIBRARIES, OURS
+from rpc.runtime.code_folders import INSTALLED, LIBRARIES, OURS
 
-__all__ = ["fold_uncaught", "folded", "in_one_line", "is_hooked", "place_of", "shows_all"]
+__all__ = ["fold_uncaught", "folded", "in_one_line", "place_of", "show_as", "shows_all"]
 
 _LEFT_OUT: Final = (*OURS, "<frozen runpy>", "<frozen importlib")
 _STANDARD: Final = os.path.join(os.path.dirname(os.__file__), "")
 _WAITING: Final = tuple(
     _STANDARD + name for name in ("asyncio/", "concurrent/", "contextlib.py", "queue.py", "threading.py")
-)
-"""Modules of the standard library whose frames are left out if ours call them."""
+) + tuple(os.path.join(folder, "torch", "futures", "") for folder in INSTALLED)
+"""Modules of others whose frames are left out if ours call them."""
 
 _POOLS: Final = tuple(_STANDARD + name for name in ("concurrent/", "multiprocessing/"))
 _OF_POOLS: Final = {
@@ -39,6 +40,9 @@ _OF_POOLS: Final = {
 _SHOWN_AGAIN: Final = 60
 """Number of characters of an error's text that are shown once more."""
 
+_OF_WORKER: Final = re.compile(r"\n?Traceback on (worker '.*'):\n")
+"""The beginning of a note that has the traceback of another worker."""
+
 _FRAME: Final = re.compile(r'^  File "(.*)", line \d+, in .*\n(?:    .*\n)*', re.MULTILINE)
 
 
@@ -48,14 +52,21 @@ def fold_uncaught() -> None:
         sys.excepthook = _print
 
 
-def is_hooked() -> bool:
-    """Whether the program prints its uncaught errors itself, by ``sys.excepthook``."""
-    return sys.excepthook not in (sys.__excepthook__, _print)
+def show_as(error: BaseException, text: str) -> None:
+    """Have an uncaught error of this process printed as this text, in one piece, unless the program has a
+    hook that prints it. PyTorch's hook, which begins each line with the rank, prints the text.
+    """
+    fold_uncaught()
+    _texts[id(error)] = text
+
+
+_texts: Final[dict[int, str]] = {}
 
 
 def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    text = folded(error)
-    if sys.stderr is None or text == "".join(traceback.format_exception(error)):
+    shown = _texts.pop(id(error), None)
+    text = shown or folded(error)
+    if sys.stderr is None or (shown is None and text == "".join(traceback.format_exception(error))):
         sys.__excepthook__(kind, error, trace)  # nothing is left out
     else:
         sys.stderr.write(text)
@@ -78,6 +89,7 @@ def folded(error: BaseException, *, for_caller: bool = False) -> str:
             return str(described)
         _fold(described)
         _fold_pool(described, error)
+        _fold_workers(described)
         _shorten_repetition(described)
     return "".join(described.format())
 
@@ -137,6 +149,22 @@ def _fold_pool(described: traceback.TracebackException, error: BaseException) ->
     described.__notes__ = [
         *(described.__notes__ or ()),
         f"Raised in a process of the pool:\n{users}".rstrip(),
+    ]
+
+
+def _fold_workers(described: traceback.TracebackException) -> None:
+    """Leave out of tracebacks of other workers what has no frames of the program, if this one has any."""
+    notes: object = described.__notes__  # the program may have set anything
+    if not isinstance(notes, list) or not _users(described.stack):
+        return
+    described.__notes__ = [
+        f"Raised on {begin[1]}"
+        if isinstance(each, str)
+        and (begin := _OF_WORKER.match(each))
+        and (files := _FRAME.findall(each))
+        and all(file.startswith((*_LEFT_OUT, *_WAITING)) for file in files)
+        else each
+        for each in notes
     ]
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from types import AsyncGeneratorType, FunctionType, GeneratorType
 from typing import Any, Final
 
+import torch
+
 from rpc.errors import NoMemoryError, RpcError, SerializationError, with_article
 from rpc.runtime.interrupts import is_interruption
 from rpc.serialization.functions import not_found
@@ -135,6 +137,13 @@ def _reason(cause: Exception, culprit: Any) -> str:
         )
     if isinstance(culprit, AsyncGeneratorType):
         return f"{reason}. Send a list of its items"
+    if isinstance(culprit, torch.futures.Future):
+        return f"{reason}. Send its value: future.wait() returns it"
+    if reason.startswith("cannot pickle '"):
+        return (
+            f"{reason}. Create it on the worker that uses it, leave it out by a __getstate__, or send a "
+            "reference to it (rpc.remote makes one for a callee's result, and rpc.RRef for an object)"
+        )
     return reason
 
 

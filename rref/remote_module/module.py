@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -189,6 +189,21 @@ class RemoteModule(WithoutLocalState):
         return self
 
     # ---- as a Python object
+
+    if not TYPE_CHECKING:  # so that type checkers find misspelled names
+
+        def __getattr__(self, name: str) -> Any:
+            """Called only for names that a remote module does not define itself."""
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                hint = ""
+                if not name.startswith("_"):
+                    hint = (
+                        f": if the module has it, call get_module_rref().rpc_sync().{name}(...), or fetch "
+                        "the module by get_module_rref().to_here()"
+                    )
+                raise AttributeError(f"{error}{hint}", name=name, obj=self) from None
 
     def __repr__(self) -> str:
         return f"RemoteModule(on='{self.on}', device='{self.device}', {self.module_rref!r})"

@@ -57,7 +57,12 @@ class RemoteDevice:
                 f"(or '{text}/cpu' if a worker is called so)"
             )
         rank = _RANK.fullmatch(worker)
-        return cls(int(rank[1]) if rank else worker, torch.device(device if slash else "cpu"))
+        try:
+            return cls(int(rank[1]) if rank else worker, torch.device(device if slash else "cpu"))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"remote_device {text!r}: {error}. It is '<workername>/<device>', such as 'worker1/cpu'"
+            ) from None
 
 
 def _is_device(text: str) -> bool:

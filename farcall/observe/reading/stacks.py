@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from farcall.observe.format.frozen_stacks import Stack
 from farcall.observe.format.positions import Position
@@ -38,8 +38,9 @@ def stack_lines(worker: WorkerState, *, everything: bool = False) -> Iterator[st
 
     Args:
         worker: the worker.
-        everything: whether to include idle threads, and each frame of this distribution; otherwise the frames
-            of this distribution that follow each other are one line.
+        everything: whether to include idle threads, each frame of this distribution, and those by which
+            Python starts a thread or a program; otherwise the frames of this distribution that follow each
+            other are one line.
     """
     if worker.is_frozen and worker.frozen:
         is_spied = any(each.native for each in worker.frozen.values())
@@ -82,6 +83,8 @@ def _whole(stack: object) -> list[Position]:
 
 def _places(places: Sequence[Position], folder: str = "", *, everything: bool) -> Iterator[str]:
     prefix = folder.rstrip("/") + "/" if folder else ""
+    if not everything:
+        places = places[: len(places) - sum(1 for _ in takewhile(_starts, reversed(places[1:])))]
     for is_ours, group in groupby(places, lambda place: place.file.startswith(OURS)):
         same = list(group)
         if is_ours and not everything:
@@ -89,6 +92,17 @@ def _places(places: Sequence[Position], folder: str = "", *, everything: bool) -
             continue
         for place in same:
             yield f"    {place.function}  {place.file.removeprefix(prefix)}:{place.line}"
+
+
+def _starts(place: Position) -> bool:
+    """Whether Python starts a thread or a program in this frame."""
+    function = place.function.removeprefix("Thread.")
+    is_threads = place.file.endswith("/threading.py") and function in (
+        "_bootstrap",
+        "_bootstrap_inner",
+        "run",
+    )
+    return is_threads or place.file == "<frozen runpy>"
 
 
 def lines_of_all(workers: Iterable[WorkerState], *, native: bool, everything: bool) -> Iterator[str]:

@@ -20,9 +20,8 @@ from farcall.observe.reading.state import JobState
 __all__ = ["top"]
 
 _LOOK_SECONDS: Final = 1.0
-_KEYS: Final = (
-    "sort: " + " ".join(f"{column.key}={column.title.lower()}" for column in COLUMNS) + "   q quits"
-)
+_NAMES: Final = (f"{column.key}={column.title.lower().removesuffix('/s')}" for column in COLUMNS)
+_KEYS: Final = f"sort: {' '.join(_NAMES)}  q quits"
 
 
 def top(read: Callable[[], JobState], width: Callable[[], int]) -> None:

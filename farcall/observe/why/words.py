@@ -17,6 +17,9 @@ _MAX_FINDINGS: Final = 6
 _MAX_OTHERS: Final = 8
 """Maximum number of workers that are named beside one that has failed."""
 
+_USUAL: Final = ("frozen out", "shutdown")
+"""Kinds of waits that say nothing about a failure: a worker that serves is in shutdown all the time."""
+
 
 def in_words(report: Report, width: int = 80, *, everything: bool = False) -> Iterator[str]:
     """Yield the lines of a report, none longer than ``width`` if that is possible."""
@@ -39,7 +42,8 @@ def in_words(report: Report, width: int = 80, *, everything: bool = False) -> It
 
 
 def waiting_in_words(report: Report, without: Iterable[int], *, rendezvous: bool = True) -> Iterator[str]:
-    """Yield what each worker waits for, one line each, except for the ranks in ``without``.
+    """Yield what each worker waits for, one line each, except for the ranks in ``without`` and for waits in
+    shutdown.
 
     Args:
         rendezvous: whether to show waits in rendezvous.
@@ -48,7 +52,7 @@ def waiting_in_words(report: Report, without: Iterable[int], *, rendezvous: bool
     shown = 0
     seen: set[int] = set()
     for node in report.all_nodes:
-        if node.rank in left_out or node.rank in seen or not node.edges or node.kind == "frozen out":
+        if node.rank in left_out or node.rank in seen or not node.edges or node.kind in _USUAL:
             continue
         if not rendezvous and node.kind == "rendezvous":
             continue

@@ -121,7 +121,9 @@ def test_wrong_arguments_are_refused_with_what_is_wrong() -> None:
             DistributedOptimizer(optim.SGD, references, lr=0.1)
     with pytest.raises(TypeError, match="each step of LBFGS needs a closure"):
         DistributedOptimizer(optim.LBFGS, [tensor])
-    optimizer = DistributedOptimizer(optim.SGD, [tensor], lr=0.1)
+    optimizer: Any = DistributedOptimizer(optim.SGD, [tensor], lr=0.1)
+    with pytest.raises(AttributeError, match=r"no attribute 'zero_grad': .* belong to the context"):
+        optimizer.zero_grad()
     over = -1
     with dist_autograd.context() as context_id:
         over = context_id

@@ -265,6 +265,18 @@ def test_cycle_of_calls_is_named() -> None:
         _here["first"].cancel()
 
 
+@in_worker0(slow_call_seconds=30)
+def test_error_of_a_timeout_in_a_cycle_advises_no_longer_one() -> None:
+    _here["known"] = threading.Event()
+    _here["first"] = rpc.rpc_async("worker1", call_wait_for_first, timeout=6)
+    _here["known"].set()
+    with pytest.raises(
+        RpcTimeoutError, match=r"has not answered\. After .*; this is a cycle: .*\.$"
+    ) as caught:
+        _here["first"].wait()
+    assert "If it may take longer" not in str(caught.value)
+
+
 # ---- callees that run nothing, or do not answer
 
 

@@ -31,7 +31,7 @@ def test_table_of_workers_is_sorted_by_the_key_that_is_pressed(run_workers: RunW
     assert job is not None
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "farcall", "top", "--job", job.id]
-    with Terminal(command, 100, environment) as terminal:
+    with Terminal(command, 80, environment) as terminal:
         terminal.read_until(r"worker0 .* running .*\r\n.*worker1 [\s\S]*q quits", 60)
         assert f"job {job.id}" in terminal.printed
         assert "n=name" in terminal.printed

@@ -193,6 +193,9 @@ def test_mistakes_in_making_one_are_raised_at_once() -> None:
     name: Any = "Scale"
     with pytest.raises(TypeError, match=r"module_cls is a str, not a class derived from nn\.Module"):
         RemoteModule("worker1/cpu", name)
+    here: Any = RemoteModule("worker1/cpu", nn.Linear, args=(2, 2))
+    with pytest.raises(AttributeError, match=r"no attribute 'weight': .*get_module_rref\(\)\.to_here\(\)"):
+        here.weight.sum()
     with pytest.raises(RuntimeError, match="without _module_interface_cls: it cannot be scripted"):
         torch.jit.script(RemoteModule("worker1", Scale, args=(1.0,)))
 

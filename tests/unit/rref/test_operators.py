@@ -38,6 +38,7 @@ def uncalled() -> Any:
     [
         len,
         iter,
+        next,
         enter,
         lambda value: value[0],
         lambda value: 0 in value,
@@ -61,6 +62,12 @@ def test_an_operator_is_refused_with_a_hint(use: Callable[[Any], Any], make: Cal
         use(value)
     assert "to_here()" in str(refused.value)
     assert "__iter__" not in str(refused.value), "an iterator cannot be sent"
+
+
+@pytest.mark.parametrize("make", [reference, proxy])
+def test_what_is_no_function_is_not_called(make: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match=r"has no \(\): .*\.__call__\("):
+        make()(torch.ones(1))
 
 
 @pytest.mark.parametrize("make", [reference, proxy, uncalled])
@@ -95,6 +102,13 @@ def test_attributes_cannot_be_changed_through_a_proxy() -> None:
         value.weights = 1
     with pytest.raises(AttributeError, match=said):
         del value.weights
+
+
+def test_attributes_cannot_be_set_through_a_reference() -> None:
+    with pytest.raises(
+        AttributeError, match=r"cannot set the attribute 'weights' .* define a method .* rref\.rpc_sync\(\)"
+    ):
+        reference().weights = 1
 
 
 def test_a_proxy_is_no_array() -> None:

@@ -39,9 +39,9 @@ def test_a_device_alone_names_no_worker(text: str) -> None:
         RemoteDevice.parse(text)
 
 
-@pytest.mark.parametrize("text", ["worker1/foo", "worker1/cpu2", "worker1/"])
+@pytest.mark.parametrize("text", ["worker1/foo", "worker1/cpu2", "worker1/", "cpu/worker1"])
 def test_an_unknown_kind_of_device_is_refused(text: str) -> None:
-    with pytest.raises(RuntimeError, match=r"[Dd]evice"):
+    with pytest.raises(RuntimeError, match=r"[Dd]evice.* It is '<workername>/<device>'"):
         RemoteDevice.parse(text)
 
 

@@ -50,6 +50,7 @@ class Maker:
 @in_standing_group()
 def test_a_result_that_cannot_be_sent_is_named_and_stays() -> None:
     inside = r"because of \['locks'\]\[1\] in it, of type _thread.lock: cannot pickle '_thread.lock' object"
+    inside += r"\. Create it on the worker that uses it, .*rpc\.remote makes one for a callee's result, .*"
     for function, name in (
         (make_locked, f" of {__name__}.make_locked"),
         (make_locked_slowly, " of make_locked_slowly"),

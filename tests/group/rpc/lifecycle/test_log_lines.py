@@ -28,7 +28,12 @@ async def fail_as_coroutine() -> None:
     raise LookupError("as told")
 
 
+def fail_silently() -> None:
+    raise LookupError
+
+
 RAISED = (
+    (fail_silently, (), "fail_silently, called by worker 'worker0', raised LookupError after {} s at {file}"),
     (fail, (), "fail, called by worker 'worker0', raised LookupError after {} s at {file}: as told"),
     (fail_later, (), "fail_later, called by worker 'worker0', raised LookupError after {} s: as told"),
     (
@@ -73,6 +78,7 @@ def test_what_a_callee_raises_is_in_its_log() -> None:
             line = line.replace(r"\{file\}", rf"{re.escape(__file__)}:\d+")
             record = records.pop()
             assert re.match(line, record.getMessage()), record.getMessage()
+            assert not record.getMessage().endswith(": ")
             assert (record.exc_info is not None) is (level == logging.DEBUG), "for those who debug"
             assert not records
 

@@ -25,6 +25,7 @@ ENDED_BY_US = Failure(4, 14, -15, 0.0)
         ([ENDED_BY_US, EXITED], EXITED),
         ([EXITED, LOST_ANOTHER], LOST_ANOTHER),
         ([LOST_ANOTHER, RAISED], RAISED),
+        ([Failure(1, 11, 1, 2.0, "RankLostError: rank 0 is gone", "Traceback ..."), RAISED], RAISED),
         ([RAISED, KILLED], KILLED),
         (
             [RAISED, Failure(5, 15, 1, 2.5, "ValueError: first", "")],

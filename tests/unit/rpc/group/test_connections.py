@@ -61,6 +61,7 @@ def test_a_worker_that_cannot_be_reached_is_gone_and_the_reason_says_where_it_wa
     assert name == "right"
     assert reason.startswith("it cannot be reached at its socket on this host: Connection refused; tcp:")
     assert f"{address}: Connect" in reason
+    assert reason.endswith("(did its program end without rpc.shutdown()?)")
     with pytest.raises(WorkerLostError, match=r"worker 'right' .* it cannot be reached"):
         left.send(right, 2)
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import io
 import multiprocessing
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from rpc.api import rpc_sync
 from rpc.errors import NotInitializedError, SerializationError
 from rpc.options import AgentOptions
-from rpc.runtime.tracebacks import fold_uncaught, folded, in_one_line, is_hooked, place_of
+from rpc.runtime.code_folders import OURS
+from rpc.runtime.tracebacks import fold_uncaught, folded, in_one_line, place_of, show_as
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
@@ -98,6 +103,33 @@ def test_a_group_of_errors_is_folded_in_each_member() -> None:
     assert "rpc/api.py" not in text
 
 
+def test_of_another_workers_traceback_without_frames_of_the_program_its_name_is_left() -> None:
+    def noted(error: BaseException, *files: str) -> BaseException:
+        frames = "".join(f'  File "{file}", line 1, in one\n    one()\n' for file in files)
+        trace = f"Traceback (most recent call last):\n{frames}ValueError: {error}\n"
+        error.add_note(f"\nTraceback on worker 'worker1':\n{trace}")
+        return error
+
+    assert folded(noted(raised(ValueError("no")), OURS[0] + "a.py", OURS[0] + "b.py")).endswith(
+        "ValueError: no\nRaised on worker 'worker1'\n"
+    )
+    text = folded(noted(raised(ValueError("no")), OURS[0] + "a.py", "program.py"))
+    assert "Traceback on worker 'worker1':" in text
+    assert 'File "program.py"' in text
+    never_raised = folded(noted(ValueError("no"), OURS[0] + "a.py"))
+    assert "a.py" in never_raised, "the fault may be ours"
+
+
+def test_a_future_of_pytorch_is_left_out_where_ours_wait_for_it() -> None:
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_exception(ValueError("as told"))  # type: ignore[arg-type]
+    scope: dict[str, Any] = {}
+    exec(compile("def value(future): return future.value()", OURS[0] + "a.py", "exec"), scope)
+    with pytest.raises(ValueError, match="as told") as caught:
+        scope["value"](future)
+    assert files(folded(caught.value)) == {__file__}
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_a_long_text_is_not_repeated_at_the_end_of_a_note(
     full: bool, monkeypatch: pytest.MonkeyPatch
@@ -164,12 +196,30 @@ def test_uncaught_errors_are_printed_without_frames_of_ours(
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     fold_uncaught()
-    assert not is_hooked()
     with pytest.raises(NotInitializedError) as caught:
         call_without_a_group()
     for error in (caught.value, raised(ValueError("the program's own"))):
         sys.excepthook(type(error), error, error.__traceback__)
         assert capsys.readouterr().err == folded(error)
+
+
+def test_an_uncaught_error_is_printed_as_a_given_text_by_a_hook_around_the_one_that_folds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    fold_uncaught()
+    inner = sys.excepthook
+
+    def as_pytorchs(*args: Any) -> None:
+        with contextlib.redirect_stderr(io.StringIO()) as written:
+            inner(*args)
+        sys.stderr.write(f"[rank0]: {written.getvalue()}")
+
+    sys.excepthook = as_pytorchs
+    error = raised(ValueError("the program's own"))
+    show_as(error, "in one line\n")
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err == "[rank0]: in one line\n"
 
 
 def test_a_programs_own_hook_for_uncaught_errors_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,4 +228,3 @@ def test_a_programs_own_hook_for_uncaught_errors_is_kept(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "excepthook", own)
     fold_uncaught()
     assert sys.excepthook is own
-    assert is_hooked()

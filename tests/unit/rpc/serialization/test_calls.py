@@ -114,12 +114,17 @@ def test_error_for_a_generator_says_what_to_send() -> None:
 
 
 def test_future_cannot_be_sent_and_says_what_pytorch_says() -> None:
-    assert "Can not pickle torch.futures.Future" in cannot_call(torch.futures.Future())
+    text = cannot_call(torch.futures.Future())
+    assert "Can not pickle torch.futures.Future" in text
+    assert text.endswith("Send its value: future.wait() returns it")
 
 
 def test_open_file_cannot_be_sent() -> None:
     with open(__file__) as file:
-        assert "TextIOWrapper" in cannot_call(file)
+        text = cannot_call(file)
+    assert "TextIOWrapper" in text
+    assert "Create it on the worker that uses it" in text
+    assert "reference" in text
 
 
 def test_deep_nesting_is_a_clear_error() -> None:

@@ -18,6 +18,9 @@ PLACES = [
     ["rpc_sync", OURS, 3],
     ["step", "/home/me/train.py", 2],
     ["work", OURS, 1],
+    ["Thread.run", threading.__file__, 8],
+    ["Thread._bootstrap", threading.__file__, 7],
+    ["_run_code", "<frozen runpy>", 6],
 ]
 FOLDED = [
     f"    wait  {threading.__file__}:5",

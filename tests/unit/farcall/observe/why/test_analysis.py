@@ -369,6 +369,13 @@ def test_a_failed_job_is_described_with_its_error_status_and_duration() -> None:
     assert not well.has_failed
 
 
+def test_a_worker_that_is_in_shutdown_is_not_named_beside_one_that_has_failed() -> None:
+    report = found(
+        worker(0, in_operation("shutdown", 5)), worker(1, thread(MAIN, line=8, doing="waits for a queue"))
+    )
+    assert not list(waiting_in_words(report, [1]))
+
+
 def test_a_wait_in_rendezvous_is_not_reported_once_the_group_has_formed() -> None:
     joining = worker(
         0,
