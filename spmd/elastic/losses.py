@@ -27,6 +27,8 @@ FINISHED: Final = "elastic/finished"
 
 LOG_SECONDS: Final = 0.5
 """Interval at which the group's log is read while this member may not go on."""
+_LOG_PATIENCE: Final = 10.0
+"""Timeout in seconds for the group's log, which no worker may serve any more."""
 
 _NOTICE_SECONDS: Final = 12.0
 """Time in seconds in which workers that are cut off must have noticed it, or have paused for longer than
@@ -218,7 +220,7 @@ class Losses:
             return sorted(removed) if me in _present(Log(store)) else []
 
         with contextlib.suppress(RpcError):
-            removed = self.on_store(read, LOG_SECONDS)
+            removed = self.on_store(read, _LOG_PATIENCE)
             with self._changed:
                 self._core.was_removed(removed)
 

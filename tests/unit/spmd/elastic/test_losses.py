@@ -8,7 +8,10 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rpc.agent.hooks import Hooks
+from spmd.elastic import losses
 from spmd.elastic.losses import Losses
 
 
@@ -60,7 +63,8 @@ class World:
         return self.asked[-1]
 
 
-def test_a_log_that_does_not_answer_is_not_waited_for() -> None:
+def test_a_log_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_LOG_PATIENCE", 0.01)
     world = World()
     world.losses.read_log()
     assert world.core.removed is None
