@@ -308,7 +308,11 @@ class Contexts:
         return context
 
     def over_before(self, oldest: int, creator: Peer) -> None:
-        """End the contexts of a worker that are older than ``oldest``, since it has left them."""
+        """End the contexts of a worker that are older than ``oldest``, since it has left them.
+
+        What they keep is freed at once, by the thread that is about to run the call: a destructor may call
+        others there, but not the object whose turn the call is.
+        """
         maker = creator.incarnation
         with self._lock:
             if oldest <= self._left.get(maker, 0) or creator.lost is not None:

@@ -11,10 +11,8 @@ K = TypeVar("K", bound=type)
 
 _OPERATORS: Final = {
     "len()": ("__len__",),
-    "()": ("__call__",),
     "[]": ("__getitem__", "__setitem__", "__delitem__"),
     "iteration": ("__iter__",),
-    "next()": ("__next__",),
     "'in'": ("__contains__",),
     "'with'": ("__enter__", "__exit__"),
     "+": ("__add__", "__radd__"),

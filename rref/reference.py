@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -77,15 +77,6 @@ class RRef(Generic[T]):
         "_type",
     )
 
-    _references: References
-    _owner: Peer
-    _rref: RRefId
-    _ref: Ref
-    _creation: Creation | None
-    _type: Future[type] | None
-    _confirmed: bool
-    _shown: str | None
-
     @protected
     def __init__(self, value: T, type_hint: Any = None) -> None:
         del type_hint
@@ -105,9 +96,14 @@ class RRef(Generic[T]):
     def _bind(
         self, shell: References, owner: Peer, rref: RRefId, ref: Ref, creation: Creation | None
     ) -> None:
-        values = (shell, owner, rref, ref, creation, None, False, None)
-        for put, value in zip(_PUT, values, strict=True):
-            put(self, value)  # not by ``__setattr__``, which takes longer
+        self._references = shell
+        self._owner = owner
+        self._rref = rref
+        self._ref = ref
+        self._creation = creation
+        self._type: Future[type] | None = None
+        self._confirmed = False
+        self._shown: str | None = None
 
     @protected
     def __del__(self) -> None:
@@ -437,17 +433,6 @@ class RRef(Generic[T]):
                 hint = f": if the object has it, call rref.rpc_sync().{name}(...), or fetch it by to_here()"
             raise AttributeError(f"an RRef has no attribute '{name}'{hint}", name=name, obj=self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        try:
-            object.__setattr__(self, name, value)
-        except AttributeError:
-            raise AttributeError(
-                f"cannot set the attribute '{name}' through an RRef: define a method of the object that sets "
-                "it, and call it by rref.rpc_sync()",
-                name=name,
-                obj=self,
-            ) from None
-
     def _full_name(self) -> str:
         shell = self._references
         return f"UserRRef(rref_id={shell.id_text(self._rref)}, fork_id={shell.id_text(self._ref)})"
@@ -469,9 +454,3 @@ class RRef(Generic[T]):
             f"Can not pickle rref in python pickler: {self} can only be sent in RPC messages, "
             "where its owner learns of the new reference"
         )
-
-
-_PUT: Final = tuple(
-    vars(RRef)[slot].__set__
-    for slot in ("_references", "_owner", "_rref", "_ref", "_creation", "_type", "_confirmed", "_shown")
-)

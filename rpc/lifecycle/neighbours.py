@@ -85,7 +85,7 @@ class AgentNeighbours:
         for peer in self._group.peers.all():
             if not peer.is_self:
                 self._group.connections.lose(peer, reason)
-        for told in self._out:
+        for told in list(self._out):  # another thread may remove one
             told(reason)
 
     def _on_loop(self, function: Callable[[], Any]) -> None:

@@ -257,7 +257,10 @@ def _with_sign(agent: Agent, me: Member) -> Member:
     """Add a sign of life to the description of an agent that has no Unix address, for as long as it lives."""
     if not LifeSign.available or any(each.startswith("unix:") for each in me.addresses):
         return me
-    sign = LifeSign()
+    try:
+        sign = LifeSign()
+    except OSError:  # the system may forbid Unix sockets: then the port tells, as for other hosts
+        return me
     agent.lifecycle.hooks.closed.append(sign.close)
     agent.lifecycle.hooks.forked.append(sign.close)
     return replace(me, addresses=(*me.addresses, sign.address))

@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rpc.errors import NotAdmittedError, RendezvousError, RendezvousTimeoutError
+from rpc.errors import NotAdmittedError, NotInitializedError, RendezvousError, RendezvousTimeoutError
 from rpc.rendezvous.address import Probe, probe
 from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival, Pace
 from rpc.rendezvous.dynamic import DynamicGroup, Joining
@@ -152,8 +152,8 @@ class Keeper:
         """Have ``work`` called with the group's store, on the keeper's thread. From any thread.
 
         Returns:
-            A future of its value; it fails with ``RendezvousError`` if the store does not answer, or if this
-            worker has left its group.
+            A future of its value; it fails with ``RendezvousError`` if the store does not answer, and with
+            ``NotInitializedError`` if this worker has left its group.
         """
         outcome: Future[Any] = Future()
         self._orders.put(_Errand(work, outcome))
@@ -216,7 +216,7 @@ class Keeper:
             while True:
                 order = self._orders.get_nowait()
                 if isinstance(order, _Errand) and order.outcome.set_running_or_notify_cancel():
-                    error = RendezvousError(f"worker '{self._me.name}' has left its dynamic group")
+                    error = NotInitializedError(f"worker '{self._me.name}' has left its dynamic group")
                     order.outcome.set_exception(error)
 
     def _wait(self, seconds: float) -> bool:

@@ -10,10 +10,11 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
 from time import monotonic
 from typing import Any, Final, Protocol
 
-from rpc.errors import RendezvousError, RpcError
+from rpc.errors import NotInitializedError, RendezvousError, RpcError
 from rpc.group.peer import Peer
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import SharedStore
@@ -86,6 +87,8 @@ class Losses:
         self._processes: dict[int, tuple[int, int]] = {}
         self._tick = monotonic()
         self._closed = threading.Event()
+        self._asked: Future[list[int]] | None = None
+        """What was asked of the group's log."""
 
     def begin(self) -> None:
         """Begin to note losses."""
@@ -175,24 +178,21 @@ class Losses:
 
     # ---- the group's log
 
-    def on_store(self, work: Callable[[SharedStore], Any], patience: float | None = None) -> Any:
+    def on_store(self, work: Callable[[SharedStore], Any]) -> Any:
         """Return what a function of the group's store returns, asking again while another worker takes the
         store over.
 
-        Args:
-            patience: timeout in seconds; by default ``rendezvous_timeout``.
-
         Raises:
-            ElasticError: the store does not answer.
+            ElasticError: the store does not answer, or this worker is out of its group.
         """
-        deadline = monotonic() + (self._agent.options.rendezvous_timeout if patience is None else patience)
+        deadline = monotonic() + self._agent.options.rendezvous_timeout
         keeper = self._agent.extensions["rpc.keeper"]
         while True:
-            answer = keeper.ask(work)
             try:
-                return answer.result(timeout=max(0.0, deadline - monotonic()))
+                return keeper.ask(work).result(timeout=max(0.0, deadline - monotonic()))
+            except NotInitializedError as error:
+                raise ElasticError(str(error)) from error
             except (TimeoutError, RendezvousError) as error:  # another worker may serve it soon
-                answer.cancel()
                 if monotonic() > deadline or self._closed.is_set():
                     name = self._agent.group.peers.own.name
                     raise ElasticError(f"worker '{name}': the group's store does not answer") from error
@@ -211,7 +211,10 @@ class Losses:
             return any(map(self.is_out_of_reach, present))
 
     def read_log(self) -> None:
-        """Read from the group's log, if it answers soon, which workers it has removed beside this one."""
+        """Read from the group's log which workers were removed while this one was in it.
+
+        If it does not answer soon, the next call takes the answer.
+        """
         me = self._core.me
         wanted = [each for each in self._core.partners() if self.is_lost(each)]
 
@@ -219,10 +222,16 @@ class Losses:
             removed = set(wanted) - _present(Log(store))
             return sorted(removed) if me in _present(Log(store)) else []
 
-        with contextlib.suppress(RpcError):
-            removed = self.on_store(read, _LOG_PATIENCE)
-            with self._changed:
-                self._core.was_removed(removed)
+        asked = self._asked = self._asked or self._agent.extensions["rpc.keeper"].ask(read)
+        try:
+            removed = asked.result(timeout=_LOG_PATIENCE)
+        except (TimeoutError, RpcError):
+            return
+        finally:
+            if asked.done():
+                self._asked = None
+        with self._changed:
+            self._core.was_removed(removed)
 
 
 def _present(log: Log) -> set[int]:

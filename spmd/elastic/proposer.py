@@ -128,13 +128,12 @@ class Proposer:
 
     def _wait_for_the_log(self, plan: Plan) -> bool:
         views, losses = self._views, self._views.losses
-        now = monotonic()
         if self._blocked_since is None:
-            self._blocked_since = now
+            self._blocked_since = monotonic()
             logger.info("worker '%s' waits for the group's log, which decides about lost members", views.name)
         losses.read_log()
         views.released.wait(LOG_SECONDS)
-        if now - self._blocked_since > PATIENCE_SECONDS:
+        if monotonic() - self._blocked_since > PATIENCE_SECONDS:
             peers = map(losses.peer, filter(losses.is_out_of_reach, self._core.partners()))
             names = ", ".join(sorted({f"'{peer.name}'" for peer in peers if peer is not None})) or "others"
             error = PutOut(

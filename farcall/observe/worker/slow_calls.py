@@ -95,8 +95,8 @@ class SlowCallReports:
             which = (each.call.peer.incarnation, each.call.call_id)
             chain, closing = call_chain(job, self._agent.incarnation, which)
             found = self._found(chain, closing)
-            each.call.in_cycle = closing is not None
             each.call.last_seen = f"After {each.age:.3g} s: {found}"
+            each.call.in_cycle = closing is not None
             if again and (len(chain) < 2 or chain[-1].kind == "unanswered"):
                 unseen.append(each)
             elif each.report:

@@ -45,21 +45,23 @@ def test_the_first_failure_is_summed_up_and_the_others_are_ended(tmp_path: Path)
 
 
 IN_A_PROCESS_GROUP = """
-import os, torch.distributed as dist
+import os, signal, torch.distributed as dist
 from farcall import rpc, spmd
 
 rank = int(os.environ["RANK"])
 rpc.init_rpc(f"worker{rank}")
 spmd.init_process_group()
+dist.barrier()
 if rank == 0:
     raise LookupError("bad luck")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends it, perhaps before it has noticed the loss
 dist.barrier()
 """
 
 
 def test_the_loss_of_a_rank_of_a_process_group_is_told_in_one_line(tmp_path: Path) -> None:
     done = run_program(tmp_path, IN_A_PROCESS_GROUP, "-m", "farcall", "launch", "-n", "2", "program.py")
-    assert "RankLostError at program.py:10: rank 0 (worker 'worker0') is gone" in done.stderr
+    assert "RankLostError at program.py:12: rank 0 (worker 'worker0') is gone" in done.stderr
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert "farcall: rank 0 (process " in done.stderr
 

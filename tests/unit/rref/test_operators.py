@@ -38,7 +38,6 @@ def uncalled() -> Any:
     [
         len,
         iter,
-        next,
         enter,
         lambda value: value[0],
         lambda value: 0 in value,
@@ -65,9 +64,9 @@ def test_an_operator_is_refused_with_a_hint(use: Callable[[Any], Any], make: Cal
 
 
 @pytest.mark.parametrize("make", [reference, proxy])
-def test_what_is_no_function_is_not_called(make: Callable[[], Any]) -> None:
-    with pytest.raises(TypeError, match=r"has no \(\): .*\.__call__\("):
-        make()(torch.ones(1))
+def test_a_reference_is_no_function(make: Callable[[], Any]) -> None:
+    """Calls check at once whether what they are to call can be called."""
+    assert not callable(make())
 
 
 @pytest.mark.parametrize("make", [reference, proxy, uncalled])
@@ -102,13 +101,6 @@ def test_attributes_cannot_be_changed_through_a_proxy() -> None:
         value.weights = 1
     with pytest.raises(AttributeError, match=said):
         del value.weights
-
-
-def test_attributes_cannot_be_set_through_a_reference() -> None:
-    with pytest.raises(
-        AttributeError, match=r"cannot set the attribute 'weights' .* define a method .* rref\.rpc_sync\(\)"
-    ):
-        reference().weights = 1
 
 
 def test_a_proxy_is_no_array() -> None:

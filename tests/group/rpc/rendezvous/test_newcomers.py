@@ -151,9 +151,11 @@ def another_program(port: int, behaves: Callable[[socket.socket], None]) -> Iter
     with socket.create_server(("127.0.0.1", port)) as listener:
         thread = threading.Thread(target=behaves, args=(listener,))
         thread.start()
-        yield
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 @backend.over_sockets
@@ -201,9 +203,9 @@ def test_a_worker_starts_again_at_its_port(run_workers: RunWorkers, reserved_por
 
 @backend.over_sockets
 def test_the_name_of_a_stopped_worker_is_taken(run_workers: RunWorkers) -> None:
-    workers = start_followers(run_workers, 1, **SOON, **TCP)
+    workers = start_followers(run_workers, 1, dynamic=True, **TCP)
     workers[0].stop()
-    said = workers.add(fail_to_join, args=(SOON | TCP,), name="worker0", rank=0).result()
+    said = workers.add(fail_to_join, args=(TCP | {"dynamic": True},), name="worker0", rank=0).result()
     assert "the name 'worker0' is not unique, the living worker 'worker0'" in said
     workers[0].resume()
     dismiss(workers)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
+from rpc.errors import GroupMismatchError, NotInitializedError, RendezvousTimeoutError
 from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Pace, Verdict
 from rpc.rendezvous.dynamic import DynamicGroup, join_dynamic
@@ -50,7 +50,7 @@ def test_what_a_worker_that_has_left_asks_of_the_store_fails(connect: Connect, w
     [one] = workers(1)
     keeper = keep(join_dynamic(connect(), one.member, 5))
     assert keeper.leave(60)
-    with pytest.raises(RendezvousError, match="'worker0' has left its dynamic group"):
+    with pytest.raises(NotInitializedError, match="'worker0' has left its dynamic group"):
         keeper.ask(lambda store: store.description).result(timeout=60)
 
 
