@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, ParameterDict, ParameterList
 from torch.optim import Optimizer
 
 from rpc.errors import SerializationError
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _NO_PARAMETERS: Final = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 """Types of usual arguments."""
+
+_CONTAINERS: Final = (ParameterList, ParameterDict)
 
 Owned = dict[int, Tensor]
 """Parameters of modules and optimizers in a message, by id."""
@@ -49,8 +51,14 @@ def is_tracked(tensor: Tensor, owned: Owned) -> bool:
 
 
 def note_module(module: Module, pickler: Any) -> Any:
-    """Note the parameters that a module has itself; leaves its reduction to pickle."""
-    return _note(module.__dict__.get("_parameters", {}).values(), pickler)
+    """Note the parameters that a module has itself, and in its lists and dicts of parameters; leaves its
+    reduction to pickle. A list or dict of parameters outside of a module is a container like any other.
+    """
+    if isinstance(module, _CONTAINERS):
+        return NotImplemented
+    held = module.__dict__
+    parts = [each.__dict__ for each in held.get("_modules", {}).values() if isinstance(each, _CONTAINERS)]
+    return _note((each for part in (held, *parts) for each in part.get("_parameters", {}).values()), pickler)
 
 
 def note_optimizer(optimizer: Optimizer, pickler: Any) -> Any:

@@ -64,13 +64,21 @@ def test_a_parameter_among_the_arguments_gets_its_gradient() -> None:
     assert weight.grad is None
 
 
-def kinds(value: Any, module: nn.Linear) -> list[type]:
-    return [type(value), type(module.weight)]
+class Listed(nn.Linear):
+    """A layer with a list of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
+
+
+def kinds(value: Any, module: Listed) -> list[type]:
+    return [type(value), *{type(each) for each in module.parameters()}]
 
 
 @in_standing_group()
 def test_where_nothing_is_recorded_and_in_modules_parameters_stay_parameters() -> None:
-    layer = nn.Linear(1, 1)
+    layer = Listed()
     frozen = nn.Parameter(torch.ones(1), requires_grad=False)
     assert rpc.rpc_sync(OTHER, kinds, args=(layer.weight, layer)) == [nn.Parameter, nn.Parameter]
     with dist_autograd.context():
@@ -115,7 +123,7 @@ def squared(holder: Any) -> Tensor:
         if isinstance(holder, Weights | Pair):
             holder = holder.matrix
         else:
-            holder = next(iter(holder.values() if isinstance(holder, dict) else holder))
+            holder = next(iter(holder.values() if isinstance(holder, dict | nn.ParameterDict) else holder))
     return holder.square()
 
 
@@ -130,6 +138,8 @@ WRAPS: list[Callable[[Any], Any]] = [
     Weights,
     lambda p: Pair(p, 1),
     lambda p: {"holder": Weights(Reduces(p))},
+    lambda p: nn.ParameterList([p]),
+    lambda p: {"dict": nn.ParameterDict({"w": p})},
 ]
 
 
