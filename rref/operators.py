@@ -39,15 +39,13 @@ SPECIAL: Final = frozenset(name for names in _OPERATORS.values() for name in nam
 
 
 def without_operators(hint: str) -> Callable[[K], K]:
-    """Return a decorator of a class: operators that it does not have raise ``TypeError`` with a hint, in
-    which ``{method}`` is the name of the operator's method.
+    """Return a decorator of a class: operators on its instances raise ``TypeError`` with a hint, in which
+    ``{method}`` is the name of the operator's method.
     """
 
     def decorate(kind: K) -> K:
         for operator, names in _OPERATORS.items():
             for name in names:
-                if any(name in vars(base) for base in kind.__mro__ if base is not object):
-                    continue
                 method = "__getitem__" if name == "__iter__" else name  # an iterator cannot be sent
                 text = f"{kind.__name__} has no {operator}: {hint.format(method=method)}"
                 setattr(kind, name, _refusal(text))

@@ -58,7 +58,8 @@ class Member:
         incarnation: a random number chosen when the agent started; a worker that returns under its old name
             has another.
         host: identity of the host and network namespace; equal for workers that can connect by Unix sockets.
-        addresses: addresses at which the worker listens, best first: ``unix:@NAME``, ``tcp:HOST:PORT``.
+        addresses: addresses at which the worker listens, best first: ``unix:@NAME``, ``tcp:HOST:PORT``;
+            and ``sign:@NAME``, see ``rpc.rendezvous.address.LifeSign``.
         main: the program that runs as ``__main__``, and the names that it defines: see ``main_identity``.
         max_message_bytes: maximum size in bytes of a message that it accepts.
         safe: whether it refuses to load pickles.

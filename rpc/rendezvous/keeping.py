@@ -72,8 +72,6 @@ class _Errand:
     outcome: Future[Any]
 
     def run(self, store: SharedStore) -> None:
-        if not self.outcome.set_running_or_notify_cancel():
-            return
         try:
             self.outcome.set_result(self.work(store))
         except StoreLost as lost:
@@ -215,7 +213,7 @@ class Keeper:
         with contextlib.suppress(queue.Empty):
             while True:
                 order = self._orders.get_nowait()
-                if isinstance(order, _Errand) and order.outcome.set_running_or_notify_cancel():
+                if isinstance(order, _Errand):
                     error = NotInitializedError(f"worker '{self._me.name}' has left its dynamic group")
                     order.outcome.set_exception(error)
 

@@ -29,7 +29,7 @@ FINISHED: Final = "elastic/finished"
 LOG_SECONDS: Final = 0.5
 """Interval at which the group's log is read while this member may not go on."""
 _LOG_PATIENCE: Final = 10.0
-"""Timeout in seconds for the group's log, which no worker may serve any more."""
+"""Timeout in seconds for one look at the group's log, whose server may be gone."""
 
 _NOTICE_SECONDS: Final = 12.0
 """Time in seconds in which workers that are cut off must have noticed it, or have paused for longer than

@@ -90,8 +90,7 @@ class Hosts:
     def close(self) -> None:
         """End all copies, as this worker leaves."""
         self.closed.set()
-        for host in self.by_name.values():
-            host.woken.set()
+        self._wake()
         self.losses.close()
 
     # ---- losses: see ``losses.Observer``
@@ -113,11 +112,13 @@ class Hosts:
 
     def _out(self, reason: str) -> None:
         self.put_out = reason
-        for host in list(self.by_name.values()):
-            host.woken.set()
+        self._wake()
 
     def _note(self, incarnation: int) -> None:
         self.lost.add(incarnation)
+        self._wake()
+
+    def _wake(self) -> None:
         for host in list(self.by_name.values()):
             host.woken.set()
 

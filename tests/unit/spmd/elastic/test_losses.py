@@ -16,7 +16,7 @@ from spmd.elastic.losses import Losses
 
 
 class Core:
-    """What is told of losses: it knows one other member."""
+    """The core of a member that has one partner; it records what it is told."""
 
     def __init__(self) -> None:
         self.me = 1
