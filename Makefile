@@ -42,9 +42,9 @@ PYTEST_ARGS ?=
 BACKEND ?=
 GPU_PYTHON ?= python3
 
-# The first interpreter that is new enough and can make a virtual environment.
+# The first interpreter that is new enough and can make a virtual environment: that of an active one, if any.
 SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
-PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+PYTHON ?= $(shell for python in $(if $(VIRTUAL_ENV),python3) python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
 .PHONY: demo test test-more test-fast test-nightly test-newest test-newest-smoke test-devices test-engines test-grpc test-gpu lint conformance proto docs pictures trace-processor bench clean distclean setup

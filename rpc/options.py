@@ -62,7 +62,10 @@ class _Option(Generic[T, S]):
         return value if self._copied is None else self._copied(value)
 
     def __set__(self, instance: object, value: S) -> None:
-        instance.__dict__[self._name] = self._check(self._name, value)
+        try:
+            instance.__dict__[self._name] = self._check(self._name, value)
+        except Exception as error:
+            raise error.with_traceback(None) from error.__cause__  # the lines of checks explain nothing
 
 
 _Integer = _Option[int, int]

@@ -7,6 +7,7 @@ hold on to its classes and work on objects of a program's. We never import PyTor
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
@@ -190,7 +191,8 @@ class _Finder(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         facade = importlib.import_module(_FACADES[spec.name])
         if spec.name in _IMPORTED_BY:
-            importlib.import_module(_IMPORTED_BY[spec.name])
+            with contextlib.suppress(ModuleNotFoundError):  # a later PyTorch may not have it
+                importlib.import_module(_IMPORTED_BY[spec.name])
         self._own_spec = facade.__spec__
         return facade
 

@@ -28,7 +28,7 @@ from rpc.runtime.current import is_initialized
 from rpc.runtime.preemption import REQUEUE_STATUS
 from rpc.runtime.tracebacks import shows_all
 
-__all__ = ["LOSSES", "Failure", "is_of_pytorchs_rpc", "record", "shown_by", "signal_name"]
+__all__ = ["Failure", "is_loss", "is_of_pytorchs_rpc", "record", "shown_by", "signal_name"]
 
 _FILE: Final = "FARCALL_ERROR_FILE"
 """Environment variable that names the file for the record."""
@@ -42,8 +42,8 @@ _SHOWN: Final = 120
 _PYTORCHS_RPC: Final = re.compile(r"/torch/distributed/(rpc|autograd|nn/api|optim)/[^/]*$")
 """Files of PyTorch's own RPC."""
 
-LOSSES: Final = ("WorkerLostError", "RankLostError")
-"""Names of the errors that tell of another process's end."""
+_LOSSES: Final = {("rpc.errors", "WorkerLostError"), ("spmd.collectives.errors", "RankLostError")}
+"""Modules and names of the errors that tell of another process's end."""
 
 _LINE: Final = re.compile(r'File "(.*)", line (\d+)')
 _RECENT_SECONDS: Final = 60.0
@@ -64,6 +64,7 @@ class Failure:
         message: the exception, on one line; "" if the process left no record.
         trace: traceback of the exception.
         host: name of the machine if there are several; otherwise "".
+        is_loss: whether the exception tells of another process's end.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class Failure:
     message: str = ""
     trace: str = ""
     host: str = ""
+    is_loss: bool = False
 
     @classmethod
     def of(cls, rank: int, pid: int, status: int, file: Path, host: str = "") -> Failure:
@@ -81,7 +83,7 @@ class Failure:
             left = json.loads(file.read_text())
         except FileNotFoundError:
             return cls(rank, pid, status, time.time(), host=host)
-        return cls(rank, pid, status, left["at"], left["message"], left["trace"], host)
+        return cls(rank, pid, status, left["at"], left["message"], left["trace"], host, left["is_loss"])
 
     @classmethod
     def first(cls, failures: Iterable[Failure]) -> Failure:
@@ -95,7 +97,7 @@ class Failure:
 
     def _rarely_a_cause(self) -> int:
         if self.message:
-            return 3 if self.message.startswith(LOSSES) else 1
+            return 3 if self.is_loss else 1
         if self.wants_requeue:
             return 2
         return 5 if self.status == -signal.SIGTERM else 0 if self.status < 0 else 4
@@ -144,6 +146,11 @@ class Failure:
         say(f"{self.process} failed first{remark}: it {self.what}")
 
 
+def is_loss(error: BaseException) -> bool:
+    """Whether an error of ours tells of another process's end."""
+    return not _LOSSES.isdisjoint((kind.__module__, kind.__name__) for kind in type(error).__mro__)
+
+
 def is_of_pytorchs_rpc(error: BaseException) -> bool:
     """Whether PyTorch's own RPC has raised an error in a process that has an agent of farcall."""
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -156,8 +163,9 @@ def record(error: BaseException, trace: str) -> None:
     if file:
         said = " ".join(f"{type(error).__name__}: {_text(error)}".split())[:1000]
         written = Path(f"{file}.{os.getpid()}")
+        left = {"at": time.time(), "message": said, "trace": trace, "is_loss": is_loss(error)}
         try:
-            written.write_text(json.dumps({"at": time.time(), "message": said, "trace": trace}))
+            written.write_text(json.dumps(left))
             written.replace(file)  # in one step: this process may be ended at any moment
         except OSError as failure:  # the exception itself is printed in any case
             say(f"cannot write {written} for the launcher: {failure.strerror}")

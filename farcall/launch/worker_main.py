@@ -25,11 +25,10 @@ import farcall_guard
 
 farcall_guard.prefer()  # before any import of packages that the program's folder may hide
 
-from farcall.launch.failures import LOSSES, is_of_pytorchs_rpc, record, shown_by
+from farcall.launch.failures import is_loss, is_of_pytorchs_rpc, record, shown_by
 from farcall.launch.program import run_module, run_script
 from farcall.launch.spare_process import FLAG, become_a_worker
 from farcall.observe.installation import begin, failed
-from rpc.errors import WorkerLostError
 from rpc.runtime.tracebacks import folded, in_one_line, show_as
 from rpc.serialization.failures import beginning_of
 
@@ -56,11 +55,29 @@ def main() -> int:
     begin(os.environ, os.path.basename(target))
     run = run_module if "-m" in flags else run_script
     signal.signal(signal.SIGINT, _ON_INTERRUPT)
+    _mark_answers()
     try:
         return run(target, rest, lend_names="--lend-names" in flags, xla="--xla" in flags, on_error=_record)
     except KeyboardInterrupt as error:  # Python prints it and ends the process by SIGINT
         show_as(error, f"{in_one_line(error)}\n")
         raise
+
+
+def _mark_answers() -> None:
+    """Have the program write a carriage return after each line that it reads from a terminal, as ``input()``
+    and ``pdb`` do: the terminal has begun a new line, of which the launcher knows nothing otherwise.
+    """
+    if sys.stdin is None or sys.stdout is None or not sys.stdin.isatty():
+        return
+    read = sys.stdin.readline
+
+    def readline(size: int = -1, /) -> str:
+        line = read(size)
+        if line.endswith("\n"):
+            sys.stdout.write("\r")
+        return line
+
+    sys.stdin.readline = readline  # type: ignore[method-assign]
 
 
 def _record(error: Exception) -> str:
@@ -75,7 +92,7 @@ def _record(error: Exception) -> str:
     trace = folded(error)
     record(error, trace)
     failed(error)
-    if isinstance(error, WorkerLostError) or type(error).__name__ in LOSSES:
+    if is_loss(error):
         return f"{in_one_line(error)}\n"
     rank = shown_by(error, trace)
     if rank is None:

@@ -12,12 +12,12 @@ from rpc.errors import GroupMismatchError, RpcTimeoutError, WorkerLostError
 from rpc.group.workers import Member
 from rpc.options import UNSET_TIMEOUT
 
-__all__ = ["AgentNeighbours", "introduce", "noop"]
+__all__ = ["AgentNeighbours", "introduce", "make_connection"]
 
 logger = logging.getLogger(__name__)
 
 
-def noop() -> None:
+def make_connection() -> None:
     """Called remotely to make a connection."""
 
 
@@ -28,7 +28,7 @@ def introduce(caller: Caller, members: Sequence[Member]) -> None:
     calls = []
     for member in members:
         try:
-            calls.append(caller.call(member.name, noop, (), {}, UNSET_TIMEOUT))
+            calls.append(caller.call(member.name, make_connection, (), {}, UNSET_TIMEOUT))
         except WorkerLostError as error:
             logger.info("left out of the group: %s", error)
     for call in calls:

@@ -30,7 +30,7 @@ from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
 from rpc.group.workers import Member, WorkerInfo
 from rpc.lifecycle import device_agreement
-from rpc.lifecycle.neighbours import AgentNeighbours, introduce, noop
+from rpc.lifecycle.neighbours import AgentNeighbours, introduce, make_connection
 from rpc.lifecycle.worker_watch import watch
 from rpc.options import AgentOptions, parse_listen
 from rpc.profiling import installation as profiling
@@ -157,7 +157,7 @@ def _join(
     replace_collect_all(agent)
     for extension in entry_points(EXTENSIONS):
         extension.load()(agent)
-    agent.serializer.allow_function(noop)
+    agent.serializer.allow_function(make_connection)
     group: Group
     keeper: Keeper | None = None
     timeout, job = options.rendezvous_timeout, job_key(os.environ)
@@ -309,7 +309,7 @@ def _reach_all(agent: Agent) -> None:
     calls = []
     for peer in others:
         with contextlib.suppress(RpcError):
-            calls.append(agent.calls.caller.call(peer.name, noop, (), {}, _REACH_SECONDS))
+            calls.append(agent.calls.caller.call(peer.name, make_connection, (), {}, _REACH_SECONDS))
     for call in calls:
         with contextlib.suppress(RpcError):
             call.result()

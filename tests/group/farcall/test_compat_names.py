@@ -349,3 +349,14 @@ def test_remote_modules_bring_the_packages_that_pytorchs_bring(run_fresh: RunFre
     )
     done = run_fresh(program)
     assert done.stdout.strip() == "torch.distributed.nn.jit.instantiator", done.stderr
+
+
+@pytest.mark.fresh_interpreter
+def test_remote_modules_do_without_pytorchs_package_for_scripts(run_fresh: RunFresh) -> None:
+    program = (
+        "import sys; sys.modules['torch.distributed.nn.jit.instantiator'] = None;"
+        "from farcall import compat; compat.install(); import torch.distributed.nn;"
+        "print(torch.distributed.nn.RemoteModule.__module__)"
+    )
+    done = run_fresh(program)
+    assert done.stdout.strip() == "farcall.compat.torch_nn", done.stderr

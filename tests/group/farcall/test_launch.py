@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.programs import run_program
+from tests.support.terminal import Terminal
 
 pytestmark = pytest.mark.processes
 
@@ -64,6 +67,17 @@ def test_the_loss_of_a_rank_of_a_process_group_is_told_in_one_line(tmp_path: Pat
     assert "RankLostError at program.py:12: rank 0 (worker 'worker0') is gone" in done.stderr
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert "farcall: rank 0 (process " in done.stderr
+
+
+def test_what_follows_an_answer_to_a_prompt_has_its_prefix(tmp_path: Path) -> None:
+    program = tmp_path / "asks.py"
+    program.write_text('print("hello", input("name? "))')
+    command = [sys.executable, "-m", "farcall", "launch", "-n", "1", str(program)]
+    with Terminal(command, 80, os.environ) as terminal:
+        terminal.read_until(r"name\? $", 60.0)
+        terminal.type("Ann\n")
+        assert terminal.end(60.0) == 0
+    assert terminal.lines[-3:] == ["[0] name? Ann", "[0] hello Ann", ""]
 
 
 @pytest.mark.nightly

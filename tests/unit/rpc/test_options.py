@@ -104,6 +104,12 @@ def test_value_out_of_range_is_refused_by_name(name: str, value: object) -> None
         setattr(options, name, value)
 
 
+def test_traceback_of_a_wrong_value_has_no_lines_of_checks() -> None:
+    with pytest.raises(InvalidOptionError) as caught:
+        AgentOptions(num_worker_threads=0)
+    assert [frame.name for frame in caught.traceback][1:] == ["__init__", "__set__"]
+
+
 def test_the_backend_grpc_uses_no_socket_of_ours_unless_asked_to() -> None:
     assert GrpcRpcBackendOptions().transports == ("grpc",)
     assert GrpcRpcBackendOptions(transports=None).transports == ("grpc",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import torch.distributed.autograd
 
 from farcall.launch import failures
 from farcall.launch.failures import Failure, is_of_pytorchs_rpc, record, shown_by
+from rpc.errors import WorkerLostError
 from rpc.runtime.tracebacks import folded
+from spmd.collectives.errors import RankLostError
 
 RAISED = Failure(0, 10, 1, 3.0, "LookupError: bad luck", "Traceback ...")
-LOST_ANOTHER = Failure(1, 11, 1, 2.0, "WorkerLostError: worker0 is lost", "Traceback ...")
+LOST_ANOTHER = Failure(1, 11, 1, 2.0, "WorkerLostError: worker0 is lost", "Traceback ...", is_loss=True)
 KILLED = Failure(2, 12, -9, 4.0)
 EXITED = Failure(3, 13, 3, 1.0)
 ENDED_BY_US = Failure(4, 14, -15, 0.0)
@@ -25,7 +28,6 @@ ENDED_BY_US = Failure(4, 14, -15, 0.0)
         ([ENDED_BY_US, EXITED], EXITED),
         ([EXITED, LOST_ANOTHER], LOST_ANOTHER),
         ([LOST_ANOTHER, RAISED], RAISED),
-        ([Failure(1, 11, 1, 2.0, "RankLostError: rank 0 is gone", "Traceback ..."), RAISED], RAISED),
         ([RAISED, KILLED], KILLED),
         (
             [RAISED, Failure(5, 15, 1, 2.5, "ValueError: first", "")],
@@ -66,6 +68,29 @@ def test_an_exception_without_a_text_leaves_a_record(tmp_path: Path, monkeypatch
     record(Unprintable(), "Traceback ...")
     left = Failure.of(0, 1, 1, tmp_path / "record")
     assert left.what == "raised Unprintable: <exception str() failed>"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_loss"),
+    [
+        (WorkerLostError("worker0 is gone"), True),
+        (RankLostError("rank 0 is gone"), True),
+        (type("RankLostError", (Exception,), {})("a program's own"), False),
+        (type("WorkerLostErrors", (Exception,), {})("a program's own"), False),
+    ],
+    ids=["worker", "rank", "other of this name", "other with such a name"],
+)
+def test_only_our_losses_of_others_are_consequences(
+    error: Exception, is_loss: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FARCALL_ERROR_FILE", str(tmp_path / "record"))
+    record(error, "Traceback ...")
+    left = Failure.of(0, 1, 1, tmp_path / "record")
+    assert left.is_loss == is_loss
+    earlier = replace(RAISED, at=0.0)
+    later = replace(RAISED, at=left.at + 1)
+    assert Failure.first([left, earlier]) == earlier
+    assert Failure.first([left, later]) == (later if is_loss else left)
 
 
 @pytest.mark.parametrize("uses_farcall", [True, False])
