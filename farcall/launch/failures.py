@@ -36,7 +36,7 @@ _FILE: Final = "FARCALL_ERROR_FILE"
 _RECORD: Final = re.compile(r"^rank(\d+)-(\d+)\.json$")
 """Name of the file: the rank, and how often its process has been started."""
 
-_SHOWN: Final = 120
+_SHOWN: Final = 80
 """Maximum number of characters of an exception in the summary; the process has printed all of them."""
 
 _PYTORCHS_RPC: Final = re.compile(r"/torch/distributed/(rpc|autograd|nn/api|optim)/[^/]*$")

@@ -34,7 +34,7 @@ from rpc.serialization.failures import beginning_of
 
 __all__ = ["main"]
 
-_SHOWN: Final = 120
+_SHOWN: Final = 80
 """Maximum number of characters of an error whose traceback another process prints."""
 
 

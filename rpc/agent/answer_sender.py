@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 Answer = Callable[[Any, BaseException | None], None]
 """Called once, with the value or the exception."""
 
-_SHOWN_OF_ERROR: Final = 80
+_SHOWN_OF_ERROR: Final = 50
 """Maximum number of characters of an error in the log; the caller gets all of them."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rpc.errors import AlreadyInitializedError, ForkedProcessError, NotInitializedError
 from rpc.runtime import interrupts
+from rpc.runtime.tracebacks import fold_uncaught
 
 _agent: Any = None
 _forked_from: int | None = None
@@ -27,6 +28,7 @@ def current_agent() -> Any:
     agent = _agent
     if agent is None:
         check_not_forked()
+        fold_uncaught()
         raise NotInitializedError(
             "RPC has not been initialized, or is shut down. Call init_rpc first. "
             "(Current RPC agent is not set! Did you initialize the RPC framework?)"

@@ -112,8 +112,7 @@ class SlowCallReports:
         parts = [node.remark for node in chain[:1]] + [node.in_words() for node in chain[1:]]
         found = "; ".join(filter(None, parts)) or "its callee shows nothing"
         if closing is not None:
-            cycle = [*chain[chain.index(closing) :], closing]
-            found += f"; this is a cycle: {' → '.join(node.who for node in cycle)}"
+            found += f"; that waits for {closing.who} again: this is a cycle"
         return found
 
     def _log(self, due: Due, chain: Sequence[Node], found: str, *, moves: bool) -> None:

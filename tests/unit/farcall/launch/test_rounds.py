@@ -11,7 +11,7 @@ from farcall.launch.failures import Failure
 from farcall.launch.rounds import SILENT_SECONDS, Coordinator, Kind, Launcher, Order, Report, State, placed
 
 KILLED = Failure(0, 10, -9, 2.0, host="a")
-LOST_IT = Failure(1, 11, 1, 1.0, "WorkerLostError: worker0 is lost", "Traceback ...", "b")
+LOST_IT = Failure(1, 11, 1, 1.0, "WorkerLostError: worker0 is lost", "Traceback ...", "b", is_loss=True)
 STOP_SECONDS = 40.0
 
 
