@@ -414,7 +414,9 @@ class RRef(Generic[T]):
         kind = self._known_type()
         if kind is not None:
             return with_article(kind)
-        return "an object" if self._creation is None else f"the value of {self._creation.asked}(...)"
+        if self._creation is not None:
+            return f"the value of {self._creation.asked}(...)"
+        return self._references.object_in_words(self._rref)
 
     def _known_type(self) -> type | None:
         """Return the object's type, if it is known here already."""

@@ -420,6 +420,11 @@ class References:
                 f"Leaking RRef: other workers still refer to objects of '{self.workers.own.name}': {listed}"
             )
 
+    def object_in_words(self, rref: RRefId) -> str:
+        """Describe an object of unknown type by its creator and number, as observers do."""
+        creator = self.workers.by_incarnation(rref[0])
+        return "an object" if creator is None else f"object {creator.name} #{rref[1]}"
+
     def id_text(self, id_: tuple[int, int]) -> str:
         """Format an id in the way that PyTorch does."""
         incarnation, number = id_

@@ -13,6 +13,7 @@ from farcall.observe.reading.state import (
     items,
     mappings,
     number,
+    owned_objects,
     whole,
 )
 from farcall.observe.reading.stores import stores_of
@@ -238,25 +239,23 @@ def _references(job: JobState) -> dict[str, Any]:
     objects: list[dict[str, Any]] = []
     for worker in job:
         part = worker.snapshot.get("rref")
-        if not isinstance(part, Mapping):
-            continue
-        owners.append({"worker": worker.name, "objects": whole(part.get("objects"))})
-        for each in mappings(part.get("owned")):
-            holders = [
-                [names.get(holder, f"a worker that is gone ({holder:x})"), count]
-                for holder, count in _counts(each.get("holders"))
-            ]
-            created_on = names.get(whole(each.get("creator")), "a worker that is gone")
-            objects.append(
-                {
-                    "owner": worker.name,
-                    "id": f"{created_on} #{whole(each.get('number'))}",
-                    "type": str(each.get("type", "")),
-                    "bytes": whole(each.get("bytes")),
-                    "state": str(each.get("state", "")),
-                    "holders": sorted(holders),
-                }
-            )
+        if isinstance(part, Mapping):
+            owners.append({"worker": worker.name, "objects": whole(part.get("objects"))})
+    for owner, name, each in owned_objects(job.workers):
+        holders = [
+            [names.get(holder, f"a worker that is gone ({holder:x})"), count]
+            for holder, count in _counts(each.get("holders"))
+        ]
+        objects.append(
+            {
+                "owner": owner.name,
+                "id": name,
+                "type": str(each.get("type", "")),
+                "bytes": whole(each.get("bytes")),
+                "state": str(each.get("state", "")),
+                "holders": sorted(holders),
+            }
+        )
     objects.sort(key=lambda each: -sum(count for _, count in each["holders"]))
     total = sum(each["objects"] for each in owners)
     shown = objects[:_MAX_OBJECTS]

@@ -143,7 +143,8 @@ class Dialler:
             except Exception as error:  # unreachable, or a malformed address
                 failures.append(f"{_shown(address)}: {_why(error)}")
                 may_live |= _may_pass(error)
-                if scheme == "unix" and isinstance(error, ConnectionRefusedError):  # nothing listens there
+                refuses = scheme == "unix" and isinstance(error, ConnectionRefusedError)
+                if refuses and not peer.session.connections:  # nothing listens there, and it is met first now
                     hint = " (did its program end without rpc.shutdown()?)"
         else:
             where = "; ".join(failures) or "any address known here"

@@ -368,9 +368,10 @@ class _TcpStore:
                 else:
                     port_is_free, patience, remedy = False, 4 * patience, _STRANGERS_REMEDY
                     wrong_now = int("timed out" not in reason)
-                    if wrong_now and isinstance(error, TimeoutError):
-                        wrong_now = self._wrong_answers()
-                        if wrong_now == _WRONG_ANSWERS:
+                    if wrong_now:
+                        found = self._wrong_answers()
+                        wrong_now = found if isinstance(error, TimeoutError) else max(wrong_now, found)
+                        if found == _WRONG_ANSWERS:
                             reason = "it speaks another protocol"
                     if wrong_now:
                         wrong += wrong_now

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from farcall.observe.format.frozen_stacks import FROZEN_SECONDS, Stack
 from farcall.observe.format.layout import Beat, Record
 from farcall.observe.format.positions import Position
 
-__all__ = ["JobState", "Position", "Process", "ThreadState", "WorkerState", "with_methods"]
+__all__ = ["JobState", "Position", "Process", "ThreadState", "WorkerState", "owned_objects", "with_methods"]
+
+_METHOD_OF_OBJECT: Final = re.compile(r"method '(.+)' of object (.+ #\d+)")
+"""How a caller describes a method of an object of unknown type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,12 +343,29 @@ def with_methods(workers: Iterable[WorkerState]) -> tuple[WorkerState, ...]:
         for each in callee.requests
         if isinstance(each.get("what"), str)
     }
+    kinds = {name: each.get("type") for _, name, each in owned_objects(workers)}
+
+    def what(call: Mapping[str, Any], caller: WorkerState) -> object:
+        said = known.get(_key(call, caller), call.get("what"))
+        found = _METHOD_OF_OBJECT.fullmatch(said) if isinstance(said, str) else None
+        kind = None if found is None else kinds.get(found[2])
+        return said if found is None or not kind else f"{kind}.{found[1]}"
 
     def described(caller: WorkerState) -> WorkerState:
-        calls = [{**call, "what": known.get(_key(call, caller), call.get("what"))} for call in caller.calls]
+        calls = [{**call, "what": what(call, caller)} for call in caller.calls]
         return replace(caller, snapshot={**caller.snapshot, "calls": calls})
 
-    return tuple(described(each) if each.calls else each for each in workers) if known else workers
+    return tuple(described(each) if each.calls else each for each in workers) if known or kinds else workers
+
+
+def owned_objects(workers: Sequence[WorkerState]) -> Iterator[tuple[WorkerState, str, Mapping[str, Any]]]:
+    """Yield the objects that workers own for references: the owner, creator and number, and what is known."""
+    names = {each.incarnation: each.name for each in workers}
+    for worker in workers:
+        part = worker.snapshot.get("rref")
+        for each in mappings(part.get("owned")) if isinstance(part, Mapping) else ():
+            creator = names.get(whole(each.get("creator")), "a worker that is gone")
+            yield worker, f"{creator} #{whole(each.get('number'))}", each
 
 
 def _key(call: Mapping[str, Any], caller: WorkerState) -> tuple[int, int, int]:

@@ -254,3 +254,13 @@ def test_calls_of_methods_are_described_as_their_callee_does() -> None:
     callee = worker(1, requests=[request(0, 5) | {"what": "Server.pull"}, request(0, 6)])
     described, _ = with_methods([caller, callee])
     assert [each["what"] for each in described.calls] == ["Server.pull", "work"]
+
+
+def test_short_calls_of_methods_are_described_by_what_the_owner_tells_of_the_object() -> None:
+    own = {"creator": 101, "number": 3, "type": "Server", "holders": []}
+    owner = worker(1, rref={"objects": 1, "owned": [own]})
+    own["creator"] = owner.incarnation
+    texts = [f"method 'pull' of object {owner.name} #{number}" for number in (3, 4)]
+    caller = worker(0, calls=[call(1, number, text) for number, text in enumerate(texts)])
+    described, _ = with_methods([caller, owner])
+    assert [each["what"] for each in described.calls] == ["Server.pull", texts[1]]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
@@ -315,6 +316,23 @@ def test_port_of_a_server_of_http_is_named_after_one_answer(
         said = "taken by a program that is not the store .*it speaks another protocol"
         with pytest.raises(RendezvousError, match=said):
             open_store(f"tcp://127.0.0.1:{other.server_port}", rank, 2, timeout=60)
+        other.shutdown()
+        serving.result(20)
+
+
+class Refuses(BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.recv(100)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def test_port_of_a_server_that_refuses_what_a_store_is_asked_is_named_after_one_answer() -> None:
+    """PyTorch's store reports each wrong answer with a traceback of its own."""
+    with ThreadingTCPServer(("127.0.0.1", 0), Refuses) as other:
+        serving = in_thread(other.serve_forever)
+        said = "taken by a program that is not the store .*it speaks another protocol"
+        with pytest.raises(RendezvousError, match=said):
+            open_store(f"tcp://127.0.0.1:{other.server_address[1]}", 1, 2, timeout=60)
         other.shutdown()
         serving.result(20)
 
