@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 from rpc.errors import GivenUpError
@@ -109,7 +109,7 @@ def put_out(to: int, text: str) -> None:
     _views(to).put_out(text)
 
 
-def ask_for_state(to: int, ballot: Ballot, step: int) -> tuple[Ballot | None, Any]:
+def ask_for_state(to: int, ballot: Ballot, step: int) -> Iterator[Any]:
     """See ``Views.give``."""
-    answer: tuple[Ballot | None, Any] = _views(to).give(ballot, step)
-    return answer
+    values: Iterator[Any] = _views(to).give(ballot, step)
+    return values

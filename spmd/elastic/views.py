@@ -10,9 +10,10 @@ counts votes, and waits for outcomes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from time import monotonic
 from typing import Any, Final
 
@@ -65,7 +66,7 @@ class Views:
     Args:
         description: describes the job; the same text on all members.
         min_size: minimum number of replicas of the first view.
-        state: returns this member's state, given the step of the attempt that newcomers observe.
+        state: returns the parts of this member's state, in the attempt that newcomers observe.
         replica: this member's replica.
 
     Attributes:
@@ -86,7 +87,9 @@ class Views:
         released: set when the others go on without this member.
     """
 
-    def __init__(self, description: str, min_size: int, state: Callable[[], Any], replica: Replica) -> None:
+    def __init__(
+        self, description: str, min_size: int, state: Callable[[], Iterator[Any]], replica: Replica
+    ) -> None:
         self._agent: Any = current_agent()
         self.me: int = self._agent.incarnation
         self.name = get_worker_info().name
@@ -514,17 +517,17 @@ class Views:
             self.changed.wait_for(lambda: self.given_step == step or is_over(), _CALL_SECONDS)
             return self.given_step == step and not is_over()
 
-    def give(self, ballot: Ballot, step: int) -> tuple[Ballot | None, Any]:
-        """Return the view in which the last step was committed, and the state, to a newcomer."""
+    def give(self, ballot: Ballot, step: int) -> Iterator[Any]:
+        """Yield the view in which the last step was committed, and the parts of the state, to a newcomer."""
         view = self.core.view
-        if (
-            view is None
-            or view.ballot != ballot
-            or self.core.step == NEW
-            or not self.wait_until_given(view, step)
-        ):
-            raise GivenUpError(f"worker '{self.name}' is not in this view any more")
-        return self.core.last, self._state()
+        if view is not None and view.ballot == ballot and self.core.step != NEW:
+            for each in itertools.chain([self.core.last], self._state()):
+                if not self.wait_until_given(view, step):
+                    break
+                yield each
+            else:
+                return
+        raise GivenUpError(f"worker '{self.name}' is not in this view any more")
 
 
 def _difference(mine: str, other: str) -> str:
