@@ -41,6 +41,8 @@ _STOPPED_SECONDS: Final = 8.0
 
 _EXITING: Final = 0x4  # PF_EXITING, in /proc/PID/stat
 _STATE, _FLAGS, _START = 0, 6, 19  # fields behind the name (proc(5))
+_ENDED: Final = -1
+"""In place of the time when a process was started."""
 
 
 class Observer(Protocol):
@@ -154,10 +156,12 @@ class Losses:
         own_host = self._agent.group.peers.own.member.host
         for each in members:
             peer = self.peer(each)
-            if peer is not None and peer.member.host == own_host and peer.link.process is not None:
-                fields = _stat(peer.link.process)
-                if fields is not None and each not in self._processes:
-                    self._processes[each] = peer.link.process, int(fields[_START])
+            if peer is None or peer.lost is not None or each in self._processes:
+                continue
+            if peer.member.host == own_host and peer.link.process is not None:
+                fields = _stat(peer.link.process)  # None: it has just ended
+                start = _ENDED if fields is None else int(fields[_START])
+                self._processes[each] = peer.link.process, start
 
     def cut_off(self, workers: Collection[int], reason: str, released: threading.Event) -> None:
         """Cut off workers without which the others go on, so that they know of no death for certain from now
