@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
-from torch.distributed import AllgatherOptions  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
 from rpc.errors import InvalidOptionError, RpcError, SerializationError
@@ -23,6 +22,7 @@ from spmd.elastic.reducer import Reducer, accumulating
 from spmd.elastic.sampling import Sampler, part_of
 from spmd.elastic.state import State
 from spmd.elastic.views import Views
+from spmd.torch_internals import c10d_library
 
 __all__ = ["Attempt"]
 
@@ -201,7 +201,7 @@ class Attempt:
         mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(size)]
         group.group.purpose = f"{purpose} step {self.step} of the elastic job, view {self.view}"
-        options = AllgatherOptions()
+        options = c10d_library.AllgatherOptions()
         options.asyncOp = False
         try:
             group.allgather([rows], [mine], options).wait()
