@@ -27,10 +27,7 @@ FINISHED: Final = "elastic/finished"
 """The key in the group's store under which the job's last step is, once it has ended."""
 
 LOG_SECONDS: Final = 0.5
-"""Interval at which the group's log is read while this member may not go on."""
-_LOG_PATIENCE: Final = 10.0
-"""Timeout in seconds for one look at the group's log, whose server may be gone."""
-
+"""Interval at which the group's log is read while this member may not go on, and timeout of one look."""
 _NOTICE_SECONDS: Final = 12.0
 """Time in seconds in which workers that are cut off must have noticed it, or have paused for longer than
 ``_STOPPED_SECONDS``.
@@ -228,7 +225,7 @@ class Losses:
 
         asked = self._asked = self._asked or self._agent.extensions["rpc.keeper"].ask(read)
         try:
-            removed = asked.result(timeout=_LOG_PATIENCE)
+            removed = asked.result(timeout=LOG_SECONDS)
         except (TimeoutError, RpcError):
             return
         finally:

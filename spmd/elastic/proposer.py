@@ -29,6 +29,7 @@ __all__ = ["Proposer"]
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS: Final = 0.05
+_IDLE_SECONDS: Final = 1.0
 
 
 class Proposer:
@@ -46,11 +47,11 @@ class Proposer:
 
     def _run(self) -> None:
         views = self._views
-        pause = 1.0
+        pause = _IDLE_SECONDS
         while not self._has_ended():
             views.woken.wait(pause)
             views.woken.clear()
-            pause = 1.0
+            pause = _IDLE_SECONDS
             with views.changed:
                 views.losses.take_in()
                 if self._has_ended() or views.error is not None or not views.is_due():
@@ -58,8 +59,7 @@ class Proposer:
                 proposer, suspected = self._core.proposer(self._is_lost), views.suspected
             try:
                 if proposer == views.me:
-                    if not self._change():
-                        pause = _RETRY_SECONDS * (1 + secrets.randbelow(3))
+                    pause = self._change()
                 elif proposer is not None:
                     pause = 0.5
                     if suspected is not None:
@@ -67,13 +67,13 @@ class Proposer:
             except Exception:
                 if not self._has_ended() and not self._agent.lifecycle.closed:
                     logger.exception("worker '%s' could not change the view of the elastic job", views.name)
-                pause = 1.0
+                pause = _IDLE_SECONDS
 
     def _has_ended(self) -> bool:
         return self._views.closed
 
-    def _change(self) -> bool:
-        """Propose a view; returns whether it was formed, or none is needed."""
+    def _change(self) -> float:
+        """Propose a view; returns the time in seconds after which this has to be tried again, if need be."""
         views = self._views
         with views.changed:
             views.losses.take_in()
@@ -89,25 +89,26 @@ class Proposer:
                         self._core.outbid(answer)
                 elif each not in partners:
                     views.newcomers.pop(each, None)  # it asks again if it lives
-                return False
+                return _soon()
         plan = proposal.plan()
         if plan.is_lost:
             views.ask(proposal.reports, tell_of_lost_state, timeout=10.0)
-            return True
+            return _IDLE_SECONDS
         if not plan.may_go_on:
-            return self._wait_for_the_log(plan)
+            self._ask_the_log(plan)
+            return LOG_SECONDS  # or until there is another loss, or this one is certain
         self._blocked_since = None
         if plan.broken:
             reports = list(proposal.reports.values())
             for answer in views.ask(plan.broken, ask_to_resign, proposal.ballot, reports).values():
                 if answer is None:
-                    return False
+                    return _soon()
                 proposal.take(answer)
             plan = proposal.plan()
         if not self._install(proposal, plan):
-            return False
+            return _soon()
         views.ask(plan.released, release, timeout=10.0)
-        return True
+        return _IDLE_SECONDS
 
     def _install(self, proposal: Proposal, plan: Plan) -> bool:
         views, reports = self._views, proposal.reports
@@ -126,13 +127,12 @@ class Proposer:
         )  # fmt: skip
         return all(each is True for each in done.values())
 
-    def _wait_for_the_log(self, plan: Plan) -> bool:
+    def _ask_the_log(self, plan: Plan) -> None:
         views, losses = self._views, self._views.losses
         if self._blocked_since is None:
             self._blocked_since = monotonic()
             logger.info("worker '%s' waits for the group's log, which decides about lost members", views.name)
         losses.read_log()
-        views.released.wait(LOG_SECONDS)
         if monotonic() - self._blocked_since > PATIENCE_SECONDS:
             peers = map(losses.peer, filter(losses.is_out_of_reach, self._core.partners()))
             names = ", ".join(sorted({f"'{peer.name}'" for peer in peers if peer is not None})) or "others"
@@ -141,4 +141,8 @@ class Proposer:
                 "It must start again to take part in the elastic job"
             )
             views.ask([*plan.members, *plan.broken], put_out, str(error), timeout=5.0)
-        return False
+
+
+def _soon() -> float:
+    """Return another time than other proposers do, most likely."""
+    return _RETRY_SECONDS * (1 + secrets.randbelow(3))

@@ -65,7 +65,7 @@ class World:
 
 
 def test_a_log_that_does_not_answer_soon_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_LOG_PATIENCE", 0.01)
+    monkeypatch.setattr(losses, "LOG_SECONDS", 0.01)
     world = World()
     world.losses.read_log()
     assert not world.core.removed
