@@ -29,7 +29,7 @@ __all__ = ["Job", "join"]
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2
+_VERSION = 3
 """Version of what members say to each other."""
 
 _LEAVE_SECONDS = 60.0

@@ -12,16 +12,6 @@ from rpc.runtime.current import current_agent
 from spmd.elastic.agreement import NEW, Plan, Proposal, Report
 from spmd.elastic.errors import PutOut
 from spmd.elastic.losses import LOG_SECONDS
-from spmd.elastic.requests import (
-    ask_to_freeze,
-    ask_to_install,
-    ask_to_resign,
-    poke,
-    put_out,
-    release,
-    tell_of_lost_state,
-    tell_the_end,
-)
 from spmd.elastic.views import PATIENCE_SECONDS, Views
 
 __all__ = ["Proposer"]
@@ -63,7 +53,7 @@ class Proposer:
                 elif proposer is not None:
                     pause = 0.5
                     if suspected is not None:
-                        views.ask([proposer], poke, suspected, timeout=5.0)
+                        views.ask([proposer], Views.poked, suspected, timeout=5.0)
             except Exception:
                 if not self._has_ended() and not self._agent.lifecycle.closed:
                     logger.exception("worker '%s' could not change the view of the elastic job", views.name)
@@ -80,7 +70,7 @@ class Proposer:
             proposal = Proposal(self._core, views.living_newcomers())
             partners = self._core.partners()
         while missing := {each for each in proposal.to_ask(()) if not self._is_lost(each)}:
-            for each, answer in views.ask(missing, ask_to_freeze, proposal.ballot).items():
+            for each, answer in views.ask(missing, Views.freeze, proposal.ballot).items():
                 if isinstance(answer, Report):
                     proposal.take(answer)
                     continue
@@ -92,7 +82,7 @@ class Proposer:
                 return _soon()
         plan = proposal.plan()
         if plan.is_lost:
-            views.ask(proposal.reports, tell_of_lost_state, timeout=10.0)
+            views.ask(proposal.reports, Views.state_lost, timeout=10.0)
             return _IDLE_SECONDS
         if not plan.may_go_on:
             self._ask_the_log(plan)
@@ -100,14 +90,14 @@ class Proposer:
         self._blocked_since = None
         if plan.broken:
             reports = list(proposal.reports.values())
-            for answer in views.ask(plan.broken, ask_to_resign, proposal.ballot, reports).values():
+            for answer in views.ask(plan.broken, Views.resign, proposal.ballot, reports).values():
                 if answer is None:
                     return _soon()
                 proposal.take(answer)
             plan = proposal.plan()
         if not self._install(proposal, plan):
             return _soon()
-        views.ask(plan.released, release, timeout=10.0)
+        views.ask(plan.released, Views.release, timeout=10.0)
         return _IDLE_SECONDS
 
     def _install(self, proposal: Proposal, plan: Plan) -> bool:
@@ -118,11 +108,11 @@ class Proposer:
                 self._core.ended = True
             step = max(reports[each].step for each in plan.released)
             views.publish_end(step)
-            views.ask(plan.members, tell_the_end, step, timeout=10.0)
+            views.ask(plan.members, Views.over, step, timeout=10.0)
             return True
         key = f"elastic/{proposal.ballot[0]}/{secrets.token_hex(6)}"
         done = views.ask(
-            plan.members, ask_to_install, proposal.ballot, key, plan.members, plan.released,
+            plan.members, Views.install, proposal.ballot, key, plan.members, plan.released,
             [reports[each] for each in (*plan.members, *plan.released)],
         )  # fmt: skip
         return all(each is True for each in done.values())
@@ -140,7 +130,7 @@ class Proposer:
                 f"worker '{views.name}' cannot go on: {names} cannot be reached, and may go on without it. "
                 "It must start again to take part in the elastic job"
             )
-            views.ask([*plan.members, *plan.broken], put_out, str(error), timeout=5.0)
+            views.ask([*plan.members, *plan.broken], Views.put_out, str(error), timeout=5.0)
 
 
 def _soon() -> float:

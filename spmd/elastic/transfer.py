@@ -18,7 +18,7 @@ from rpc.runtime.torch_internals import pytree
 from rpc.streaming import stream
 from spmd.elastic.agreement import Ballot, View
 from spmd.elastic.errors import ElasticError
-from spmd.elastic.requests import ask_for_state
+from spmd.elastic.requests import ask
 from spmd.elastic.views import Views
 
 __all__ = ["fetch", "in_pieces", "put_together"]
@@ -115,8 +115,8 @@ def fetch(
         if peer is None or peer.lost is not None:
             continue
         try:
-            args = (each, view.ballot, view.first)
-            with stream(peer.member.info, ask_for_state, args, timeout=0) as values:
+            args = (each, Views.give, view.ballot, view.first)
+            with stream(peer.member.info, ask, args, timeout=0) as values:
                 last: Ballot | None = next(values)
                 return last, put_together(values, rooms)
         except (WorkerLostError, MessageLostError, GivenUpError) as error:

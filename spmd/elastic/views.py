@@ -43,7 +43,7 @@ from spmd.elastic.groups import Groups
 from spmd.elastic.losses import FINISHED, Losses
 from spmd.elastic.mates import Mates
 from spmd.elastic.replicas import Replica
-from spmd.elastic.requests import EXTENSION, tell_of_failure
+from spmd.elastic.requests import EXTENSION, ask
 
 __all__ = ["PATIENCE_SECONDS", "STATE", "Views"]
 
@@ -245,7 +245,7 @@ class Views:
             self.changed.notify_all()
         self.released.set()
         if tell is not None:
-            self.ask(others, tell_of_failure, self.name, tell, timeout=10.0)
+            self.ask(others, Views.failed_at, self.name, tell, timeout=10.0)
         if groups is not None:
             groups.abort("the job has failed")
         self.replica.abort("the job has failed")  # the replica's others may wait for this worker, which lives
@@ -338,30 +338,32 @@ class Views:
     def ask(
         self,
         members: Collection[int],
-        function: Callable[..., Any],
+        method: Callable[..., Any],
         *args: Any,
         timeout: float = _CALL_SECONDS,
     ) -> dict[int, Any]:
-        """Call a function at members, side by side; the values are None where that has failed."""
+        """Call a method of members' views, side by side; the values are None where that has failed."""
         calls: dict[int, Future[Any]] = {}
         answers: dict[int, Any] = dict.fromkeys(members)
         for each in members:
             peer = self.losses.peer(each)
             if each != self.me and peer is not None:
                 with contextlib.suppress(RpcError):
-                    calls[each] = rpc_async(peer.member.info, function, args=(each, *args), timeout=timeout)
+                    calls[each] = rpc_async(
+                        peer.member.info, ask, args=(each, method, *args), timeout=timeout
+                    )
         if self.me in answers:
             try:
-                answers[self.me] = function(self.me, *args)
+                answers[self.me] = ask(self.me, method, *args)
             except (RpcError, OutdatedError) as error:
-                logger.debug("%s failed here: %s", function.__name__, error)
+                logger.debug("%s failed here: %s", method.__name__, error)
         for each, call in calls.items():
             try:
                 answers[each] = call.wait()
             except RpcError as error:
-                logger.debug("%s failed at %x: %s", function.__name__, each, error)
+                logger.debug("%s failed at %x: %s", method.__name__, each, error)
             except Exception as error:
-                logger.warning("%s failed at %x: %r", function.__name__, each, error)
+                logger.warning("%s failed at %x: %r", method.__name__, each, error)
         return answers
 
     # ---- what a proposer asks for

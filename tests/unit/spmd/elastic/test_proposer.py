@@ -12,7 +12,7 @@ import pytest
 from spmd.elastic import proposer
 from spmd.elastic.agreement import Member, View
 from spmd.elastic.proposer import Proposer
-from spmd.elastic.requests import ask_to_freeze, ask_to_install
+from spmd.elastic.views import Views
 
 ME, OTHER = 1, 2
 TIME_LIMIT = 60.0
@@ -24,9 +24,9 @@ def test_death_that_becomes_certain_ends_the_wait_for_the_log(monkeypatch: pytes
     log_is_read, installed = threading.Event(), threading.Event()
 
     def ask(members: Collection[int], function: Callable[..., Any], *args: Any, **how: Any) -> dict[int, Any]:
-        if function is ask_to_freeze:
+        if function is Views.freeze:
             return {ME: core.freeze(args[0])}
-        if function is ask_to_install:
+        if function is Views.install:
             views.closed = True
             installed.set()
         return dict.fromkeys(members, True)
