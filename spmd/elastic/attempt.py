@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
-from torch.distributed.distributed_c10d import BroadcastOptions
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
 from rpc.errors import InvalidOptionError, RpcError, SerializationError
 from rpc.runtime.waits import waiting
@@ -22,6 +22,7 @@ from spmd.elastic.reducer import Reducer, accumulating
 from spmd.elastic.sampling import Sampler, part_of
 from spmd.elastic.state import State
 from spmd.elastic.views import Views
+from spmd.torch_internals import c10d_library
 
 __all__ = ["Attempt"]
 
@@ -170,12 +171,16 @@ class Attempt:
 
     # ---- reductions
 
-    def start(self, tensor: torch.Tensor) -> None:
-        """Begin to sum a tensor over the members of the view, in place. After a failure it does nothing."""
+    def start(self, tensor: torch.Tensor, *, blocks: bool = False) -> None:
+        """Begin to sum a tensor over the members of the view, in place; with ``blocks``, on this thread.
+        After a failure it does nothing.
+        """
         if not self.has_failed:
             self._started += 1
+            options = AllreduceOptions()
+            options.asyncOp = not blocks
             try:
-                self._works.append(self.groups.sums.allreduce([tensor]))
+                self._works.append(self.groups.sums.allreduce([tensor], options))
             except Exception as error:
                 self._note(error)
 
@@ -196,8 +201,10 @@ class Attempt:
         mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(size)]
         group.group.purpose = f"{purpose} step {self.step} of the elastic job, view {self.view}"
+        options = c10d_library.AllgatherOptions()
+        options.asyncOp = False
         try:
-            group.allgather([rows], [mine]).wait()
+            group.allgather([rows], [mine], options).wait()
         except Exception as error:
             self._note(error)
             return []

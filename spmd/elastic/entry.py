@@ -1,6 +1,6 @@
 """How a worker becomes a member of the job: it asks all others, and founds the job if there is none.
 
-A newcomer then gets the job's state from a neighbour (``fetch``).
+A newcomer then gets the job's state from a neighbour (``transfer``).
 """
 
 from __future__ import annotations
@@ -8,18 +8,17 @@ from __future__ import annotations
 import contextlib
 import logging
 from time import monotonic
-from typing import Any, Final
+from typing import Final
 
 from rpc.api import get_worker_infos, rpc_async
-from rpc.errors import GivenUpError, MessageLostError, RpcError, WorkerLostError
-from spmd.elastic.agreement import Ballot, View
+from rpc.errors import RpcError, WorkerLostError
 from spmd.elastic.errors import ElasticError, Finished, JobMismatchError
 from spmd.elastic.groups import FORM_SECONDS
 from spmd.elastic.proposer import Proposer
-from spmd.elastic.requests import ask_for_entry, ask_for_state
+from spmd.elastic.requests import ask_for_entry
 from spmd.elastic.views import PATIENCE_SECONDS, Views
 
-__all__ = ["enter", "fetch"]
+__all__ = ["enter"]
 
 logger = logging.getLogger(__name__)
 
@@ -157,34 +156,3 @@ class _Entry:
                     if incarnation not in views.newcomers:
                         views.welcome(incarnation, key, replica)
         return complete and not self._is_awaited
-
-
-def fetch(views: Views, view: View) -> tuple[Ballot | None, Any] | None:
-    """Return the view of the last commit and the state of a view's first step, from a neighbour; None if the
-    view is over.
-
-    Raises:
-        ElasticError: a neighbour's state cannot be sent.
-    """
-    olds = [each for each in view.counterparts(views.me) if each not in view.newcomers]
-    first = view.rank(views.me) % len(olds)
-    for each in olds[first:] + olds[:first]:
-        peer = views.losses.peer(each)
-        if peer is None or peer.lost is not None:
-            continue
-        try:
-            answer: tuple[Ballot | None, Any] = rpc_async(
-                peer.member.info, ask_for_state, args=(each, view.ballot, view.first), timeout=0
-            ).wait()
-        except (WorkerLostError, MessageLostError, GivenUpError) as error:
-            logger.debug("worker '%s' does not give its state: %s", peer.name, error)
-        except Exception as error:
-            if views.losses.is_lost(each):  # the group may have forgotten it already
-                continue
-            raise ElasticError(
-                f"worker '{views.name}' cannot get the state of the elastic job from worker "
-                f"'{peer.name}': {type(error).__name__}: {error}"
-            ) from error
-        else:
-            return answer
-    return None

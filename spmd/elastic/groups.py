@@ -28,7 +28,9 @@ class Groups:
     """
 
     def __init__(self, votes: Group, sums: Group, replica: Group | None) -> None:
-        self.votes, self.sums, self.replica = FarcallProcessGroup(votes), FarcallProcessGroup(sums), replica
+        self.votes = FarcallProcessGroup(votes)
+        self.sums = self.votes if sums is votes else FarcallProcessGroup(sums)
+        self.replica = replica
 
     @classmethod
     def form(cls, agent: Any, peers: Sequence[Peer], rank: int, replica_size: int, key: str) -> Self:

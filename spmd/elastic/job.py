@@ -15,20 +15,21 @@ from spmd.collectives.process_group import FarcallProcessGroup
 from spmd.collectives.work import GroupWork
 from spmd.elastic.agreement import NEW, Outcome, View
 from spmd.elastic.attempt import Attempt
-from spmd.elastic.entry import enter, fetch
+from spmd.elastic.entry import enter
 from spmd.elastic.errors import ElasticError
 from spmd.elastic.reducer import Reducer
 from spmd.elastic.replicas import Replica, find_replica
 from spmd.elastic.sampling import Sampler
 from spmd.elastic.sharded import is_fully_sharded
 from spmd.elastic.state import State
+from spmd.elastic.transfer import fetch, in_pieces
 from spmd.elastic.views import STATE, Views
 
 __all__ = ["Job", "join"]
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2
+_VERSION = 3
 """Version of what members say to each other."""
 
 _LEAVE_SECONDS = 60.0
@@ -89,7 +90,7 @@ class Job:
             f"version {_VERSION}\n{sampler!r}\nmin_size={min_size}\nreplica_size={self._replica.size}\n"
             f"{STATE}\n{state.describe()}"
         )
-        self._views = Views(description, min_size, state.give, self._replica)
+        self._views = Views(description, min_size, lambda: in_pieces(state.give()), self._replica)
 
     def enter(self, timeout: float) -> None:
         """Become a member of the job; see ``join``."""
@@ -168,7 +169,7 @@ class Job:
         self.current.check_uncommitted()
         if self.current.weight == 0.0:
             tensor.zero_()
-        self.current.start(tensor)
+        self.current.start(tensor, blocks=True)
         self.current.finish()
 
     # ---- attempts
@@ -300,7 +301,7 @@ class Job:
 
     def _load(self, view: View) -> bool:
         """Load the state from a neighbour; false if the view ends meanwhile."""
-        fetched = fetch(self._views, view)
+        fetched = fetch(self._views, view, self._state.rooms())
         if fetched is not None:
             self._state.load(fetched[1])
         with self._views.changed:

@@ -27,10 +27,7 @@ FINISHED: Final = "elastic/finished"
 """The key in the group's store under which the job's last step is, once it has ended."""
 
 LOG_SECONDS: Final = 0.5
-"""Interval at which the group's log is read while this member may not go on."""
-_LOG_PATIENCE: Final = 10.0
-"""Timeout in seconds for one look at the group's log, whose server may be gone."""
-
+"""Interval at which the group's log is read while this member may not go on, and timeout of one look."""
 _NOTICE_SECONDS: Final = 12.0
 """Time in seconds in which workers that are cut off must have noticed it, or have paused for longer than
 ``_STOPPED_SECONDS``.
@@ -41,6 +38,8 @@ _STOPPED_SECONDS: Final = 8.0
 
 _EXITING: Final = 0x4  # PF_EXITING, in /proc/PID/stat
 _STATE, _FLAGS, _START = 0, 6, 19  # fields behind the name (proc(5))
+_ENDED: Final = -1
+"""In place of the time when a process was started."""
 
 
 class Observer(Protocol):
@@ -154,10 +153,12 @@ class Losses:
         own_host = self._agent.group.peers.own.member.host
         for each in members:
             peer = self.peer(each)
-            if peer is not None and peer.member.host == own_host and peer.link.process is not None:
-                fields = _stat(peer.link.process)
-                if fields is not None and each not in self._processes:
-                    self._processes[each] = peer.link.process, int(fields[_START])
+            if peer is None or peer.lost is not None or each in self._processes:
+                continue
+            if peer.member.host == own_host and peer.link.process is not None:
+                fields = _stat(peer.link.process)  # None: it has just ended
+                start = _ENDED if fields is None else int(fields[_START])
+                self._processes[each] = peer.link.process, start
 
     def cut_off(self, workers: Collection[int], reason: str, released: threading.Event) -> None:
         """Cut off workers without which the others go on, so that they know of no death for certain from now
@@ -224,7 +225,7 @@ class Losses:
 
         asked = self._asked = self._asked or self._agent.extensions["rpc.keeper"].ask(read)
         try:
-            removed = asked.result(timeout=_LOG_PATIENCE)
+            removed = asked.result(timeout=LOG_SECONDS)
         except (TimeoutError, RpcError):
             return
         finally:

@@ -9,12 +9,15 @@ from typing import Any, Final
 from rpc.runtime.waits import waiting
 from spmd.elastic.agreement import NEW, Ballot, Member, View
 from spmd.elastic.losses import Losses
-from spmd.elastic.requests import tell_of_begin
 
 __all__ = ["Mates"]
 
 _LOOK_SECONDS: Final = 0.05
 _NEVER: Final[tuple[Ballot, int]] = (0, 0), NEW
+
+
+def _tell_of_begin(views: Any, member: int, ballot: Ballot, step: int) -> bool:
+    return bool(views.mates.begins(member, ballot, step))
 
 
 class Mates:
@@ -54,7 +57,7 @@ class Mates:
         later one. Only if it is the same for all, they run the block.
         """
         mates = [each for each in self._core.replica if each != self._core.me]
-        told = self._ask(mates, tell_of_begin, self._core.me, view.ballot, step)
+        told = self._ask(mates, _tell_of_begin, self._core.me, view.ballot, step)
         mine = view.ballot, step
         with self._changed, waiting(f"its replica at step {step} of the elastic job", self.lost):
             if not all(told.values()):

@@ -12,16 +12,6 @@ from rpc.runtime.current import current_agent
 from spmd.elastic.agreement import NEW, Plan, Proposal, Report
 from spmd.elastic.errors import PutOut
 from spmd.elastic.losses import LOG_SECONDS
-from spmd.elastic.requests import (
-    ask_to_freeze,
-    ask_to_install,
-    ask_to_resign,
-    poke,
-    put_out,
-    release,
-    tell_of_lost_state,
-    tell_the_end,
-)
 from spmd.elastic.views import PATIENCE_SECONDS, Views
 
 __all__ = ["Proposer"]
@@ -29,6 +19,7 @@ __all__ = ["Proposer"]
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS: Final = 0.05
+_IDLE_SECONDS: Final = 1.0
 
 
 class Proposer:
@@ -46,11 +37,11 @@ class Proposer:
 
     def _run(self) -> None:
         views = self._views
-        pause = 1.0
+        pause = _IDLE_SECONDS
         while not self._has_ended():
             views.woken.wait(pause)
             views.woken.clear()
-            pause = 1.0
+            pause = _IDLE_SECONDS
             with views.changed:
                 views.losses.take_in()
                 if self._has_ended() or views.error is not None or not views.is_due():
@@ -58,29 +49,28 @@ class Proposer:
                 proposer, suspected = self._core.proposer(self._is_lost), views.suspected
             try:
                 if proposer == views.me:
-                    if not self._change():
-                        pause = _RETRY_SECONDS * (1 + secrets.randbelow(3))
+                    pause = self._change()
                 elif proposer is not None:
                     pause = 0.5
                     if suspected is not None:
-                        views.ask([proposer], poke, suspected, timeout=5.0)
+                        views.ask([proposer], Views.poked, suspected, timeout=5.0)
             except Exception:
                 if not self._has_ended() and not self._agent.lifecycle.closed:
                     logger.exception("worker '%s' could not change the view of the elastic job", views.name)
-                pause = 1.0
+                pause = _IDLE_SECONDS
 
     def _has_ended(self) -> bool:
         return self._views.closed
 
-    def _change(self) -> bool:
-        """Propose a view; returns whether it was formed, or none is needed."""
+    def _change(self) -> float:
+        """Propose a view; returns the time in seconds after which this has to be tried again, if need be."""
         views = self._views
         with views.changed:
             views.losses.take_in()
             proposal = Proposal(self._core, views.living_newcomers())
             partners = self._core.partners()
         while missing := {each for each in proposal.to_ask(()) if not self._is_lost(each)}:
-            for each, answer in views.ask(missing, ask_to_freeze, proposal.ballot).items():
+            for each, answer in views.ask(missing, Views.freeze, proposal.ballot).items():
                 if isinstance(answer, Report):
                     proposal.take(answer)
                     continue
@@ -89,25 +79,26 @@ class Proposer:
                         self._core.outbid(answer)
                 elif each not in partners:
                     views.newcomers.pop(each, None)  # it asks again if it lives
-                return False
+                return _soon()
         plan = proposal.plan()
         if plan.is_lost:
-            views.ask(proposal.reports, tell_of_lost_state, timeout=10.0)
-            return True
+            views.ask(proposal.reports, Views.state_lost, timeout=10.0)
+            return _IDLE_SECONDS
         if not plan.may_go_on:
-            return self._wait_for_the_log(plan)
+            self._ask_the_log(plan)
+            return LOG_SECONDS  # or until there is another loss, or this one is certain
         self._blocked_since = None
         if plan.broken:
             reports = list(proposal.reports.values())
-            for answer in views.ask(plan.broken, ask_to_resign, proposal.ballot, reports).values():
+            for answer in views.ask(plan.broken, Views.resign, proposal.ballot, reports).values():
                 if answer is None:
-                    return False
+                    return _soon()
                 proposal.take(answer)
             plan = proposal.plan()
         if not self._install(proposal, plan):
-            return False
-        views.ask(plan.released, release, timeout=10.0)
-        return True
+            return _soon()
+        views.ask(plan.released, Views.release, timeout=10.0)
+        return _IDLE_SECONDS
 
     def _install(self, proposal: Proposal, plan: Plan) -> bool:
         views, reports = self._views, proposal.reports
@@ -117,22 +108,21 @@ class Proposer:
                 self._core.ended = True
             step = max(reports[each].step for each in plan.released)
             views.publish_end(step)
-            views.ask(plan.members, tell_the_end, step, timeout=10.0)
+            views.ask(plan.members, Views.over, step, timeout=10.0)
             return True
         key = f"elastic/{proposal.ballot[0]}/{secrets.token_hex(6)}"
         done = views.ask(
-            plan.members, ask_to_install, proposal.ballot, key, plan.members, plan.released,
+            plan.members, Views.install, proposal.ballot, key, plan.members, plan.released,
             [reports[each] for each in (*plan.members, *plan.released)],
         )  # fmt: skip
         return all(each is True for each in done.values())
 
-    def _wait_for_the_log(self, plan: Plan) -> bool:
+    def _ask_the_log(self, plan: Plan) -> None:
         views, losses = self._views, self._views.losses
         if self._blocked_since is None:
             self._blocked_since = monotonic()
             logger.info("worker '%s' waits for the group's log, which decides about lost members", views.name)
         losses.read_log()
-        views.released.wait(LOG_SECONDS)
         if monotonic() - self._blocked_since > PATIENCE_SECONDS:
             peers = map(losses.peer, filter(losses.is_out_of_reach, self._core.partners()))
             names = ", ".join(sorted({f"'{peer.name}'" for peer in peers if peer is not None})) or "others"
@@ -140,5 +130,9 @@ class Proposer:
                 f"worker '{views.name}' cannot go on: {names} cannot be reached, and may go on without it. "
                 "It must start again to take part in the elastic job"
             )
-            views.ask([*plan.members, *plan.broken], put_out, str(error), timeout=5.0)
-        return False
+            views.ask([*plan.members, *plan.broken], Views.put_out, str(error), timeout=5.0)
+
+
+def _soon() -> float:
+    """Return another time than other proposers do, most likely."""
+    return _RETRY_SECONDS * (1 + secrets.randbelow(3))

@@ -30,8 +30,8 @@ class Reduction(Protocol):
     @property
     def weight(self) -> float: ...
 
-    def start(self, tensor: torch.Tensor) -> None:
-        """Begin to sum a tensor over the members, in place."""
+    def start(self, tensor: torch.Tensor, *, blocks: bool = False) -> None:
+        """Begin to sum a tensor over the members, in place; with ``blocks``, do it on this thread."""
 
     def finish(self) -> None:
         """Wait until all sums are there, or the attempt has failed."""
@@ -153,13 +153,13 @@ class Reducer:
             backward_engine.queue_callback(self.finish)
         self._start_ready()
 
-    def _start_ready(self, *, everything: bool = False) -> None:
-        for bucket in self._buckets:
-            if bucket.started:
-                continue
-            if not everything and len(bucket.ready) < len(bucket.parameters):
+    def _start_ready(self) -> None:
+        """Start the buckets that are ready, except the last one, which nothing is left to be done beside."""
+        for bucket in self._buckets[:-1]:
+            if len(bucket.ready) < len(bucket.parameters):
                 return
-            self._start(bucket)
+            if not bucket.started:
+                self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
         assert self.attempt is not None
@@ -171,12 +171,14 @@ class Reducer:
             bucket.flat.zero_()  # gradients of an empty mean are not numbers
         elif self._is_mean:
             bucket.flat.mul_(weight)
-        self.attempt.start(bucket.flat)
+        self.attempt.start(bucket.flat, blocks=bucket is self._buckets[-1])
 
     def finish(self) -> None:
         """Reduce what is not reduced yet, and wait for all sums."""
         if self.attempt is not None:
-            self._start_ready(everything=True)
+            for bucket in self._buckets:
+                if not bucket.started:
+                    self._start(bucket)
             self.attempt.finish()
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,8 +18,7 @@ from spmd.elastic.errors import ElasticError
 __all__ = ["fully_sharded_parts", "is_fully_sharded", "local_part", "parts_of", "sharded_like", "with_parts"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Takes the place of a sharded tensor."""
 
     local: torch.Tensor

@@ -107,7 +107,7 @@ class State:
         }
         self._options = {
             name: [
-                {key: copy.deepcopy(option) for key, option in group.items() if key != "params"}
+                {key: _copied(option) for key, option in group.items() if key != "params"}
                 for group in value.param_groups
             ]
             for name, value in self._objects.items()
@@ -178,6 +178,11 @@ class State:
         found = {key: kept[key] for key in saved if key in kept}
         return found | {key: kept[f"module.{key}"] for key in saved if f"module.{key}" in kept}
 
+    def rooms(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return tensors that may be filled before ``load``: those of modules, by their names."""
+        modules = {name: each for name, each in self._objects.items() if isinstance(each, nn.Module)}
+        return {name: each.state_dict() for name, each in modules.items() if name not in self._fully_sharded}
+
     def load(self, given: Mapping[str, Any]) -> None:
         """Load a state that another member has given."""
         for name, value in self._objects.items():
@@ -189,7 +194,11 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
         if isinstance(kept, torch.Tensor) and isinstance(now := group.get(key), torch.Tensor):
             now.copy_(kept)  # compiled and captured steps refer to the tensor
         else:
-            group[key] = copy.deepcopy(kept)
+            group[key] = _copied(kept)
+
+
+def _copied(option: Any) -> Any:
+    return option if isinstance(option, int | float | str | None) else copy.deepcopy(option)
 
 
 def _uses_cuda() -> bool:

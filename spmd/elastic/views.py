@@ -10,9 +10,10 @@ counts votes, and waits for outcomes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from time import monotonic
 from typing import Any, Final
 
@@ -42,7 +43,7 @@ from spmd.elastic.groups import Groups
 from spmd.elastic.losses import FINISHED, Losses
 from spmd.elastic.mates import Mates
 from spmd.elastic.replicas import Replica
-from spmd.elastic.requests import EXTENSION, tell_of_failure
+from spmd.elastic.requests import EXTENSION, ask
 
 __all__ = ["PATIENCE_SECONDS", "STATE", "Views"]
 
@@ -65,7 +66,7 @@ class Views:
     Args:
         description: describes the job; the same text on all members.
         min_size: minimum number of replicas of the first view.
-        state: returns this member's state, given the step of the attempt that newcomers observe.
+        state: returns the parts of this member's state, in the attempt that newcomers observe.
         replica: this member's replica.
 
     Attributes:
@@ -86,7 +87,9 @@ class Views:
         released: set when the others go on without this member.
     """
 
-    def __init__(self, description: str, min_size: int, state: Callable[[], Any], replica: Replica) -> None:
+    def __init__(
+        self, description: str, min_size: int, state: Callable[[], Iterator[Any]], replica: Replica
+    ) -> None:
         self._agent: Any = current_agent()
         self.me: int = self._agent.incarnation
         self.name = get_worker_info().name
@@ -242,7 +245,7 @@ class Views:
             self.changed.notify_all()
         self.released.set()
         if tell is not None:
-            self.ask(others, tell_of_failure, self.name, tell, timeout=10.0)
+            self.ask(others, Views.failed_at, self.name, tell, timeout=10.0)
         if groups is not None:
             groups.abort("the job has failed")
         self.replica.abort("the job has failed")  # the replica's others may wait for this worker, which lives
@@ -335,30 +338,32 @@ class Views:
     def ask(
         self,
         members: Collection[int],
-        function: Callable[..., Any],
+        method: Callable[..., Any],
         *args: Any,
         timeout: float = _CALL_SECONDS,
     ) -> dict[int, Any]:
-        """Call a function at members, side by side; the values are None where that has failed."""
+        """Call a method of members' views, side by side; the values are None where that has failed."""
         calls: dict[int, Future[Any]] = {}
         answers: dict[int, Any] = dict.fromkeys(members)
         for each in members:
             peer = self.losses.peer(each)
             if each != self.me and peer is not None:
                 with contextlib.suppress(RpcError):
-                    calls[each] = rpc_async(peer.member.info, function, args=(each, *args), timeout=timeout)
+                    calls[each] = rpc_async(
+                        peer.member.info, ask, args=(each, method, *args), timeout=timeout
+                    )
         if self.me in answers:
             try:
-                answers[self.me] = function(self.me, *args)
+                answers[self.me] = ask(self.me, method, *args)
             except (RpcError, OutdatedError) as error:
-                logger.debug("%s failed here: %s", function.__name__, error)
+                logger.debug("%s failed here: %s", method.__name__, error)
         for each, call in calls.items():
             try:
                 answers[each] = call.wait()
             except RpcError as error:
-                logger.debug("%s failed at %x: %s", function.__name__, each, error)
+                logger.debug("%s failed at %x: %s", method.__name__, each, error)
             except Exception as error:
-                logger.warning("%s failed at %x: %r", function.__name__, each, error)
+                logger.warning("%s failed at %x: %r", method.__name__, each, error)
         return answers
 
     # ---- what a proposer asks for
@@ -514,17 +519,17 @@ class Views:
             self.changed.wait_for(lambda: self.given_step == step or is_over(), _CALL_SECONDS)
             return self.given_step == step and not is_over()
 
-    def give(self, ballot: Ballot, step: int) -> tuple[Ballot | None, Any]:
-        """Return the view in which the last step was committed, and the state, to a newcomer."""
+    def give(self, ballot: Ballot, step: int) -> Iterator[Any]:
+        """Yield the view in which the last step was committed, and the parts of the state, to a newcomer."""
         view = self.core.view
-        if (
-            view is None
-            or view.ballot != ballot
-            or self.core.step == NEW
-            or not self.wait_until_given(view, step)
-        ):
-            raise GivenUpError(f"worker '{self.name}' is not in this view any more")
-        return self.core.last, self._state()
+        if view is not None and view.ballot == ballot and self.core.step != NEW:
+            for each in itertools.chain([self.core.last], self._state()):
+                if not self.wait_until_given(view, step):
+                    break
+                yield each
+            else:
+                return
+        raise GivenUpError(f"worker '{self.name}' is not in this view any more")
 
 
 def _difference(mine: str, other: str) -> str:

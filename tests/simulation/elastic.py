@@ -12,7 +12,8 @@ three workers, which die and are stopped one by one.
 
 What must hold after every event: of each step, one attempt at most is ever committed by anybody; members of
 one job have the same history, and differ by at most one step; a view has whole replicas. After the last
-fault, if faults were only deaths, all living members with the state are in one view and commit steps.
+fault all living members are in one view and commit steps; or, if faults were not only deaths, a part of them
+waits that may not go on, which is put out.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Worker:
         self.history: list[Ballot] = []
         self.proposal: Any = None
         self.asked: set[int] = set()
-        self.poked = False
+        self.poked = self.waits = False
         self.resigning: set[int] = set()  # whose promises to leave are awaited
         self.forming: tuple[Ballot, tuple[int, ...]] | None = None
         self.cut_off: set[int] = set()  # workers that must notice before the report is sent
@@ -127,10 +128,14 @@ class World:
                 worker.lost.add(other.number)
         self.workers[number] = worker
         self.log.add(number)
+        self.ask_for_entry(worker)
+
+    def ask_for_entry(self, worker: Worker) -> None:
+        """Have others know of a newcomer. Those that do not run, or are apart, do not hear of it."""
         for other in self.workers.values():
-            # Those that do not run, or are apart, do not hear of it.
-            if other.runs and other is not worker and not self.are_apart(number, other.number):
-                other.newcomers.append(number)
+            hears = other.runs and other is not worker and not self.are_apart(worker.number, other.number)
+            if hears and worker.number not in (*other.newcomers, *other.lost):
+                other.newcomers.append(worker.number)
 
     def newcomers_of(self, worker: Worker) -> list[int]:
         """Return the newcomers that a worker knows, of replicas that are whole as far as it knows."""
@@ -201,7 +206,7 @@ class World:
                 self.send(worker, each, "resign", proposal.ballot, list(proposal.reports.values()))
             worker.resigning |= plan.broken
             return
-        worker.proposal = None
+        worker.proposal, worker.waits = None, not plan.may_go_on
         if plan.is_lost:
             for each in proposal.reports:
                 self.send(worker, each, "state_lost")
@@ -296,7 +301,7 @@ class World:
             return
         except AssertionError as error:
             raise Violation(f"lag: {error}") from error
-        worker.forming = None
+        worker.forming, worker.waits = None, False
         self.views += 1
         replicas = [self.workers[each].core.replica for each in done.view.members]
         if done.view.members != tuple(each for one in dict.fromkeys(replicas) for each in one):
@@ -421,6 +426,11 @@ class World:
         else:
             worker.core.was_removed(set(self.workers) - self.log)
 
+    def remove_lost(self, worker: Worker) -> None:
+        """Remove a worker from the group's log that another one, which is in it, has lost."""
+        if worker.number in self.log and worker.lost & self.log:
+            self.log.discard(self.random.choice(sorted(worker.lost & self.log)))
+
     def fault(self) -> None:
         """Let something go wrong, or somebody come or leave."""
         kinds = [each for each in _FAULTS if not (self.only_deaths and each in _PARTIAL)]
@@ -455,8 +465,8 @@ class World:
             case "lose" if other is not one and other.number not in one.lost:
                 if other.stopped or self.are_apart(one.number, other.number):
                     self.lose(one, other)
-            case "remove" if one.number in self.log and one.lost & self.log:
-                self.log.discard(self.random.choice(sorted(one.lost & self.log)))
+            case "remove":
+                self.remove_lost(one)
 
     def continue_(self, worker: Worker) -> None:
         worker.stopped = False
@@ -516,6 +526,9 @@ class World:
             worker.core.leaving = worker.core.finishing = False
             if worker.stopped:
                 self.continue_(worker)
+        for worker in self.workers.values():
+            if worker.alive and worker.core.view is None:
+                self.ask_for_entry(worker)
         goal = max(len(self.truth), 0) + 2
         for _ in range(_SETTLING):
             members = [
@@ -532,8 +545,10 @@ class World:
                 and len({each.core.view for each in members}) == 1
             ):
                 return
+            if not self.only_deaths and self.random.random() < 0.02:
+                self.remove_lost(self.random.choice(members))
             self.turn()
-        if self.only_deaths:
+        if not any(each.alive and each.waits for each in self.workers.values()):  # which puts them out
             text = [
                 (w.number, w.core.step, w.core.frozen, w.core.hold, w.core.view, w.core.tried, w.lost)
                 for w in members

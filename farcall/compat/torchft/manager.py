@@ -78,8 +78,8 @@ class _Step:
     def __init__(self, attempt: Attempt, weight: float) -> None:
         self._attempt, self.weight = attempt, weight
 
-    def start(self, tensor: torch.Tensor) -> None:
-        self._attempt.start(tensor)
+    def start(self, tensor: torch.Tensor, *, blocks: bool = False) -> None:
+        self._attempt.start(tensor, blocks=blocks)
 
     def finish(self) -> None:
         self._attempt.finish()

@@ -18,14 +18,14 @@ from dist_optim.parameter_groups import HostedParameter
 from rpc.agent.agent import UNSET_TIMEOUT
 from rpc.agent.futures import Future
 from rpc.api import collect
-from rpc.errors import NameTakenError, RpcTimeoutError
+from rpc.errors import NameTakenError, RpcError, RpcTimeoutError
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, Condition, Event, check_may_block, wait_for_event, wait_while
 from rpc.runtime.torch_internals import pytree
 from rref.names import check_object_name
 from rref.proxy import RRefProxy
 from spmd.elastic.errors import StateLostError
-from spmd.elastic.replicated.host import RAISED, UNANSWERED, VALUE, Host, call
+from spmd.elastic.replicated.host import RAISED, UNANSWERED, VALUE, Host, acknowledge, call
 from spmd.elastic.replicated.hosts import STANDBY, Hosts, hosts
 from spmd.elastic.replicated.machine import OBJECT, WHOLE, Method, check_not_inside
 from spmd.elastic.replicated.order import Call
@@ -34,6 +34,9 @@ __all__ = ["Replicated"]
 
 _MAX_OPEN: Final = 256
 """Maximum number of calls of one process that are not over; so many answers are remembered for it."""
+
+_LARGE_BYTES: Final = 1 << 20
+"""Size of an answer from which on the primary is told at once that it has come."""
 
 _FIRST_PAUSE: Final = 0.01
 _LONGEST_PAUSE: Final = 0.5
@@ -292,11 +295,13 @@ class _Calling:
                         with contextlib.suppress(*UNANSWERED):
                             answered = self._send(peer).wait()
                     if answered is not None and answered[0] in (VALUE, RAISED):
-                        return _value(answered)
+                        break
                     line.primary = None
                     pause = _pause(pause, self._deadline, text)
         finally:
             line.end(self._number)
+        self._acknowledge(peer, answered)
+        return _value(answered)
 
     def start(self) -> Future[Any]:
         """Make the call, and return a future of its value."""
@@ -330,6 +335,7 @@ class _Calling:
                 context.run(self._go_on, result)
                 return
             line.end(self._number)
+            self._acknowledge(peer, answered)
             _complete(result, lambda: _value(answered))
 
         sent.add_done_callback(done)
@@ -338,6 +344,15 @@ class _Calling:
     def _go_on(self, result: Future[Any]) -> None:
         run = functools.partial(copy_context().run, _complete, result, self.run)
         threading.Thread(target=run, name=f"calls {self._line.name}", daemon=True).start()
+
+    def _acknowledge(self, peer: Any, answered: tuple[str, Any]) -> None:
+        """Have the copies forget a large answer, before this process makes another call."""
+        leaves = pytree.tree_leaves(answered)
+        if sum(each.nbytes for each in leaves if isinstance(each, torch.Tensor)) >= _LARGE_BYTES:
+            line = self._line
+            args = (line.name, line.identity, line.hosts.me, line.answered())
+            with contextlib.suppress(RpcError):  # it is gone
+                line.hosts.agent.call_async(peer.member.info, acknowledge, args, {}, 0.0)
 
     def _send(self, peer: Any) -> Future[Any]:
         line, begun = self._line, 0
@@ -403,7 +418,8 @@ class _Parameter(HostedParameter):
     ) -> Future[tuple[Any, list[list[int]]]]:
         """Make one on all copies; in place of its ``RRef`` comes a ``Replicated`` that calls it."""
         handle, numbers = self._handle, [each._number for each in references]
-        made = handle._start(WHOLE, "make_optimizer", (optimizer_class, numbers, *how), {}, UNSET_TIMEOUT)
+        args = (hosts().me, optimizer_class, numbers, *how)
+        made = handle._start(WHOLE, "make_optimizer", args, {}, UNSET_TIMEOUT)
         return made.then(
             lambda done: (_handle(handle.name, handle._identity, done.value()[0]), done.value()[1])
         )

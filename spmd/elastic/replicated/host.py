@@ -50,9 +50,10 @@ from spmd.elastic.replicated.order import (
     Refusal,
     Steps,
     Unsendable,
+    View,
 )
 
-__all__ = ["ELSEWHERE", "RAISED", "UNANSWERED", "VALUE", "Host", "call"]
+__all__ = ["ELSEWHERE", "RAISED", "UNANSWERED", "VALUE", "Host", "acknowledge", "call"]
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class Host:
         self.offers: set[int] = set()
         self.error: Exception | None = None
         self.woken = threading.Event()
+        self._acknowledged: dict[int, int] = {}
         self._entering: set[int] = set()
         self._founding = False
         self._warned = False
@@ -131,8 +133,12 @@ class Host:
         try:
             return self._enter(deadline)
         except BaseException:
-            if self.copy.view is None and self._entering == {thread}:
-                self.give_up()
+            if self._entering == {thread}:
+                with self.lock:
+                    view = self.copy.view
+                    if view is None or (view.members == (self.hosts.me,) and not self.copy.is_ready):
+                        self.copy.deposed = True  # it adds no copy any more
+                        self.give_up()
             raise
         finally:
             self._entering.discard(thread)
@@ -216,6 +222,8 @@ class Host:
             if self.copy.view is not None and identity != self.identity:
                 return Refusal.UNFIT, 0
             self.hosts.learn(())
+            if isinstance(message, Install):
+                self._watch(message.view)  # before the state is loaded: the others may die meanwhile
             try:
                 answer = self.copy.receive(sender, serial, message)
             except Exception as error:  # the state cannot be taken over
@@ -227,12 +235,10 @@ class Host:
                 return Refusal.UNFIT, 0
             if isinstance(message, Install) and isinstance(answer, Done):
                 self.identity = identity
-                self._watch()
                 self.woken.set()  # all copies before this one may be gone already
             return answer
 
-    def _watch(self) -> None:
-        view = self.copy.view
+    def _watch(self, view: View | None) -> None:
         if view is not None:
             with self.hosts.changed:
                 self.hosts.losses.watch_processes(view.members)
@@ -258,7 +264,8 @@ class Host:
             if call.session == self.hosts.me:  # the caller may go on with its own arguments
                 args, kwargs = owned((what.args, dict(what.kwargs)), tracked=True)
                 what = what._replace(args=args, kwargs=kwargs)
-            call = Call(call.session, call.number, call.answered, what, ended)
+            acknowledged, self._acknowledged = tuple(self._acknowledged.items()), {}
+            call = Call(call.session, call.number, call.answered, what, ended, acknowledged)
             try:
                 if (what.target, what.name) == (WHOLE, "workers"):
                     self._drive(copy.settle())
@@ -290,6 +297,10 @@ class Host:
             return VALUE, live
         return VALUE, outcome.value
 
+    def acknowledge(self, session: int, answered: int) -> None:
+        """Note for the next call which answers a caller has; see ``Call.acknowledged``."""
+        self._acknowledged[session] = max(answered, self._acknowledged.get(session, 0))
+
     def _prepared(self, what: Method, is_lost: bool) -> Method:
         """Return what all copies run. Of a context, only the primary has the gradients."""
         if what.target >= 0 and what.name in ("step", *_OF_GRADIENTS):
@@ -314,7 +325,7 @@ class Host:
                     messages = steps.send(answers)  # type: ignore[arg-type]  # None at first
                 except StopIteration as end:
                     return end.value
-                self._watch()
+                self._watch(self.copy.view)
                 answers = self._exchange(messages)
                 if all(each is None or isinstance(each, Failed) for each in answers.values()):
                     self.hosts.closed.wait(pause)
@@ -474,3 +485,11 @@ def call(name: str, identity: int, sent: Call, begun: int) -> tuple[str, Any]:
     if not isinstance(host, Host) or host.identity != identity:
         return ELSEWHERE, None
     return host.call(sent, begun)
+
+
+@allow_function
+def acknowledge(name: str, identity: int, session: int, answered: int) -> None:
+    """See ``Host.acknowledge``."""
+    host = part(name)
+    if isinstance(host, Host) and host.identity == identity:
+        host.acknowledge(session, answered)

@@ -93,7 +93,8 @@ class ObjectMachine:
     def __init__(self, maker: Callable[[], Any]) -> None:
         self.maker = maker
         self._object: Any = None
-        self._optimizers: list[tuple[Any, LocalOptimizer]] = []
+        self._optimizers: list[tuple[Any, LocalOptimizer] | None] = []
+        """By number: the arguments of ``make_optimizer``, and what it has made; None if that is dropped."""
         self.live: Any = None
 
     def make(self) -> None:
@@ -133,20 +134,26 @@ class ObjectMachine:
     def _target(self, target: int) -> Any:
         if target == OBJECT:
             return self._object
-        return self if target == WHOLE else self._optimizers[target][1]
+        return self if target == WHOLE else self._optimizer(target)
+
+    def _optimizer(self, number: int) -> LocalOptimizer:
+        found = self._optimizers[number]
+        if found is None:
+            raise LookupError("the worker that has made this optimizer is gone, and the optimizer with it")
+        return found[1]
 
     def count_parameters(self) -> int:
         """Return the number of the object's parameters."""
         return len(list(self._object.parameters()))
 
     def make_optimizer(
-        self, optimizer_class: OptimizerFactory, numbers: Sequence[int], *how: Any
+        self, session: int, optimizer_class: OptimizerFactory, numbers: Sequence[int], *how: Any
     ) -> tuple[int, list[list[int]]]:
-        """Make an optimizer of the parameters with these numbers; see ``make_local_optimizer``. Returns its
-        number, and the positions of its parameters.
+        """Make an optimizer of the parameters with these numbers for a caller; see ``make_local_optimizer``.
+        Returns its number, and the positions of its parameters.
         """
         optimizer, positions = self._made(optimizer_class, numbers, *how)
-        self._optimizers.append(((optimizer_class, numbers, *how), optimizer))
+        self._optimizers.append(((session, optimizer_class, numbers, *how), optimizer))
         return len(self._optimizers) - 1, positions
 
     def _made(self, optimizer_class: OptimizerFactory, numbers: Sequence[int], *how: Any) -> Any:
@@ -157,13 +164,17 @@ class ObjectMachine:
 
     def gradients(self, optimizer: int, context_id: int) -> list[Tensor | None]:
         """Return what an autograd context has for the parameters of an optimizer."""
-        return self._optimizers[optimizer][1].gradients(context_id)
+        return self._optimizer(optimizer).gradients(context_id)
+
+    def forget(self, session: int) -> None:
+        """See ``order.Machine``. Optimizers keep their numbers."""
+        self._optimizers = [None if each and each[0][0] == session else each for each in self._optimizers]
 
     # ---- copies
 
     def snapshot(self) -> Tensor:
         """See ``order.Machine``. An object that cannot be pickled is asked for its ``state_dict``."""
-        optimizers = [(spec, optimizer.state_dict()) for spec, optimizer in self._optimizers]
+        optimizers = [each and (each[0], each[1].state_dict()) for each in self._optimizers]
         try:
             return _packed((self._object, None, optimizers))
         except Exception:
@@ -181,9 +192,13 @@ class ObjectMachine:
         else:
             self._object = found
         self._optimizers = []
-        for spec, part in optimizers:
-            self.make_optimizer(*spec)
-            self._optimizers[-1][1].load_state_dict(part)
+        for each in optimizers:
+            if each is None:
+                self._optimizers.append(None)
+                continue
+            spec, part = each
+            number, _ = self.make_optimizer(*spec)
+            self._optimizer(number).load_state_dict(part)
 
 
 def _packed(state: Any) -> Tensor:

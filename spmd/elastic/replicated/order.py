@@ -25,7 +25,8 @@ order, like a call but without a method; calls are taken after it. So a copy kno
 newcomers with the state, that there have been as many copies as wanted.
 
 *Answers* are remembered by each copy until the caller has acknowledged them, or is gone. All copies do so
-alike, since acknowledgements and ends of callers are parts of calls.
+alike, since acknowledgements and ends of callers are parts of calls: its own next one, or that of another
+caller, once the primary has been told.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Call:
         answered: all calls of the session with lower numbers are over.
         what: the method and its arguments.
         ended: callers that are gone.
+        acknowledged: other callers, each with the first number of which it may not have the answer.
     """
 
     session: int
@@ -91,6 +93,7 @@ class Call:
     answered: int
     what: Any
     ended: tuple[int, ...] = ()
+    acknowledged: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,9 @@ class Machine(Protocol):
 
     def restore(self, state: Any) -> None:
         """Take over a state that ``snapshot`` has returned."""
+
+    def forget(self, session: int) -> None:
+        """Drop what belongs to a caller that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,11 +380,13 @@ class Copy:
         for session in call.ended:
             self._answers.pop(session, None)
             self._floors.pop(session, None)
+            self._machine.forget(session)
         self._ended |= set(call.ended)
-        floor = max(self._floors.get(call.session, 0), call.answered)
-        answers = self._answers.get(call.session, {})
-        self._floors[call.session] = floor
-        self._answers[call.session] = {number: each for number, each in answers.items() if number >= floor}
+        others = [each for each in call.acknowledged if each[0] in self._floors]
+        for session, answered in (*others, (call.session, call.answered)):
+            floor = self._floors[session] = max(self._floors.get(session, 0), answered)
+            answers = self._answers.get(session, {})
+            self._answers[session] = {number: each for number, each in answers.items() if number >= floor}
         outcome = self._machine.run(call.what)
         self._answers[call.session][call.number] = outcome
         return outcome

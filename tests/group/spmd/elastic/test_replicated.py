@@ -17,6 +17,7 @@ from dist_optim import DistributedOptimizer
 from rpc.errors import NameTakenError, RpcTimeoutError, WorkerLostError
 from spmd.elastic.errors import ElasticError, StateLostError
 from spmd.elastic.replicated.handle import Replicated, _shown
+from spmd.elastic.replicated.hosts import hosts
 from tests.support.serving import in_standing_group
 from tests.support.workers import RunWorkers, Worker
 
@@ -406,3 +407,41 @@ def test_distributed_optimizer_steps_all_copies_exactly_once(run_workers: RunWor
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
     (survivor,) = servers.values()
     survivor.tell("end")
+
+
+def kept_optimizers() -> list[bool]:
+    """Which optimizers the copy of this worker has, by number."""
+    return [each is not None for each in hosts().by_name["model"].machine._optimizers]
+
+
+def test_optimizer_ends_with_the_worker_that_has_made_it(run_workers: RunWorkers) -> None:
+    def keep(worker: Worker) -> None:
+        init(worker)
+        Replicated(model, name="model")
+        worker.wait_for("end")
+
+    def make(worker: Worker) -> None:
+        init(worker)
+        DistributedOptimizer(optim.Adam, Replicated.find("model").remote_parameters(), lr=0.01)
+        worker.report("made")
+        worker.wait_for("never")
+
+    def go_on(worker: Worker) -> Any:
+        init(worker)
+        handle = Replicated.find("model")
+        worker.wait_for("killed")
+        optimizer = DistributedOptimizer(optim.Adam, handle.remote_parameters(), lr=0.01)
+        while any(rpc.rpc_sync(each, kept_optimizers)[0] for each in handle.workers()):
+            handle.rpc_sync().forward(batch(0)[0])  # until the death is known there
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [handle.rpc_sync().forward(batch(0)[0]).sum()])
+            optimizer.step(context_id)
+        return [rpc.rpc_sync(each, kept_optimizers) for each in handle.workers()]
+
+    workers = run_workers.start([keep, keep, make, go_on], 4, time_limit=60)
+    workers[2].wait_for("made")
+    workers[2].kill()
+    workers[3].tell("killed")
+    assert workers[3].result() == [[False, True], [False, True]]
+    for each in workers[:2]:
+        each.tell("end")

@@ -46,11 +46,13 @@ class Ranks:
         self._exchange, self._rank = exchange, rank
         self.group = SimpleNamespace(members=SimpleNamespace(failed=False), abort=lambda reason: None)
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
         tensors[0].copy_(torch.stack(self._exchange.gathered(self._rank, tensors[0])).sum(0))
         return DONE
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Any:
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None
+    ) -> Any:
         for each, value in zip(outputs[0], self._exchange.gathered(self._rank, inputs[0]), strict=True):
             each.copy_(value)
         return DONE

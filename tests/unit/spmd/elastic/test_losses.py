@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -64,7 +65,7 @@ class World:
 
 
 def test_a_log_that_does_not_answer_soon_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_LOG_PATIENCE", 0.01)
+    monkeypatch.setattr(losses, "LOG_SECONDS", 0.01)
     world = World()
     world.losses.read_log()
     assert not world.core.removed
@@ -83,3 +84,21 @@ def test_a_member_that_has_lost_all_others_learns_that_it_is_out_of_its_group() 
     assert world.told == ["it was removed"]
     world.losses.close()
     assert not world.hooks.out
+
+
+def test_process_that_has_just_ended_is_known_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    member = SimpleNamespace(host="here")
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitpid(process, 0)
+    peers: Any = {
+        2: SimpleNamespace(member=member, lost=None, link=SimpleNamespace(process=process)),
+        3: SimpleNamespace(member=member, lost="its connection", link=SimpleNamespace(process=process)),
+    }
+    monkeypatch.setattr(world.losses, "peer", peers.get)
+    monkeypatch.setattr(world.losses._agent.group.peers.own, "member", member, raising=False)
+    world.losses.watch_processes(peers)
+    assert world.losses.has_ended(2)
+    assert not world.losses.has_ended(3), "it was lost before, and may have lived on"

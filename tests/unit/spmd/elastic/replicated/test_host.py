@@ -45,6 +45,7 @@ class Group:
     Attributes:
         dead: workers that are gone for certain.
         surveys: released each time a worker has asked who can keep a copy; ``before_survey`` is called first.
+        watched: workers whose processes a host watches.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class Group:
         self.dead: set[int] = set()
         self.surveys = threading.Semaphore(0)
         self.before_survey: Callable[[], object] = lambda: None
+        self.watched: set[int] = set()
         self.closed = threading.Event()
 
     def add(self, me: int) -> Host:
@@ -60,7 +62,7 @@ class Group:
         agent = SimpleNamespace(info=SimpleNamespace(name=f"worker{me}", id=me), call_async=self._call)
         found: Any = SimpleNamespace(me=me, agent=agent, gone=gone, lost=self.dead, by_name={})
         found.closed, found.changed = self.closed, threading.Condition()
-        found.losses = SimpleNamespace(peer=self._peer, watch_processes=lambda members: None)
+        found.losses = SimpleNamespace(peer=self._peer, watch_processes=self.watched.update)
         found.learn = lambda members: gone.update(self.dead)
         found.is_lost = self.dead.__contains__
         found.survey = self._survey
@@ -131,6 +133,27 @@ def test_newcomer_whose_primary_dies_while_it_gets_the_state_takes_over(
     assert newcomer.receive(77, 1, 1, Install(View(3, (1, 2)), state)) == Done((5, 1))
     assert group.surveys.acquire(timeout=TIME_LIMIT), "it has not taken over, and looks for no second copy"
     assert names(newcomer) == ["worker2"]
+
+
+def test_newcomer_watches_the_others_while_it_loads_the_state(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = ObjectMachine(Kept)
+    machine.make()
+    newcomer = group.add(2)
+    seen: list[set[int]] = []
+    monkeypatch.setattr(Kept, "copied", lambda: seen.append(set(group.watched)))
+    state = State((5, 1), {}, {}, frozenset(), machine.snapshot())
+    newcomer.receive(77, 1, 1, Install(View(3, (1, 2)), state))
+    assert seen == [{1, 2}]
+
+
+def test_founder_that_has_found_no_others_in_time_leaves_the_name_to_others(group: Group) -> None:
+    first = group.add(1)
+    with pytest.raises(ElasticError, match="only 1 of the 1 workers"):
+        first.enter(monotonic() + 0.2)
+    assert first.hosts.by_name == {}
+    assert first.status().role == ""
 
 
 def test_object_that_cannot_be_copied_is_warned_of_once(

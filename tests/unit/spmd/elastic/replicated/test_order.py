@@ -47,6 +47,9 @@ class Recorded:
     def restore(self, state: Any) -> None:
         self.ran = list(state)
 
+    def forget(self, session: int) -> None:
+        """Nothing belongs to callers."""
+
 
 @dataclass(eq=False)
 class Sent:
@@ -148,7 +151,9 @@ class World:
         if not numbers:
             return False
         number = self.random.choice(sorted(numbers))
-        worker.call = Call(caller, number, min(numbers), (caller, number))
+        known = tuple((each, min(numbers)) for each, numbers in self.open.items() if numbers)
+        acknowledged = known if self.random.random() < 0.5 else ()
+        worker.call = Call(caller, number, min(numbers), (caller, number), (), acknowledged)
         return self.drive(worker, worker.copy.replicate(worker.call, lambda what: what))
 
     def drive(self, worker: Worker, steps: Steps, answers: Mapping[int, Answer] | None = None) -> bool:
@@ -244,3 +249,19 @@ def test_no_answered_call_is_lost_or_doubled(copies: int) -> None:
         answered += len(world.answered)
     assert survived > SEEDS / 10
     assert answered > SEEDS * 5
+
+
+def test_answer_that_its_caller_has_is_forgotten_with_the_next_call_of_another_one() -> None:
+    copy = Copy(1, Recorded(), 1)
+    copy.found()
+    for call in (
+        Call(7, 1, 1, (7, 1)),
+        Call(8, 1, 1, (8, 1), (), ((7, 2), (9, 5))),  # of 9 nothing is known
+    ):
+        for _ in copy.replicate(call, lambda what: what):
+            raise AssertionError("there is no other copy")
+    assert copy._answers[7] == {}
+    assert list(copy._answers[8]) == [1]
+    with pytest.raises(OutdatedCallError):
+        copy.known(Call(7, 1, 1, (7, 1)))
+    assert copy.sessions == [7, 8]
