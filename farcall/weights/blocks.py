@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from farcall.weights.errors import WeightsError
+from farcall.weights.layout import DTYPES, name_of_dtype
 
 __all__ = ["Block", "Box", "Piece", "cut", "indices_of", "part_of", "pieces_of"]
 
@@ -97,34 +98,30 @@ class Piece(NamedTuple):
     box: Box
 
 
-_REFUSED: Final = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-
-
 def pieces_of(name: str, value: Any) -> tuple[list[Piece], tuple[int, ...]]:
     """Return what a process has of a tensor, without empty pieces, and the shape of the whole tensor.
 
     Raises:
         WeightsError: the value is no tensor, or none that can be stored; the text names it.
     """
-    if isinstance(value, Block):
-        local, shape, offset = value.tensor, value.shape, value.offset
-    elif isinstance(value, DTensor):
+    if isinstance(value, DTensor):
         return _of_dtensor(name, value)
-    elif isinstance(value, Tensor):
-        local, shape = value, tuple(value.shape)
-        offset = (0,) * len(shape)
-    else:
+    local = value.tensor if isinstance(value, Block) else value
+    if not isinstance(local, Tensor):
         raise WeightsError(
             f"{name!r} is {type(value).__name__}, and a version has tensors only: leave it out, or make a "
             "tensor of it"
         )
     _check(name, local)
+    shape = value.shape if isinstance(value, Block) else tuple(local.shape)
+    offset = value.offset if isinstance(value, Block) else (0,) * len(shape)
     box = Box(offset, tuple(local.shape))
     return ([Piece(local.detach(), box)] if box.volume else []), shape
 
 
 def _check(name: str, local: Tensor) -> None:
-    if local.layout is not torch.strided or local.is_meta or local.dtype in _REFUSED:
+    is_dense = local.layout is torch.strided and not local.is_nested
+    if not is_dense or local.is_meta or name_of_dtype(local.dtype) not in DTYPES:
         what = "on the meta device" if local.is_meta else f"of layout {local.layout} and {local.dtype}"
         raise WeightsError(f"{name!r} is {what}: a version has dense tensors with memory only")
 

@@ -87,9 +87,8 @@ class Catalogue:
         its ``memory`` before the next call. If the version is whole already, it has this very part. ``put``
         tells apart the puts of one worker.
 
-        A worker that was lost may still live, and write to the memory that it knows. If a part is declared
-        again after such a loss, the version has other memory from then on. The other parts are to be copied
-        there when the version is whole.
+        A version to whose memory a lost worker may still write is given up, and another one begun under its
+        number.
 
         Raises:
             WeightsError: it does not fit to the other parts.
@@ -100,7 +99,11 @@ class Catalogue:
                 f"there is no part {part!r:.40} of {parts!r:.40}: a version has up to {MOST_PARTS} parts, "
                 "numbered from 0 on"
             )
-        version = self.whole.get(number) or self.open.get(number) or Version(number, Assembly(parts))
+        there = self.whole.get(number) or self.open.get(number)
+        if there is not None and there.stuck:
+            self._give_up([there])
+            there = None
+        version = there or Version(number, Assembly(parts))
         try:
             if version.copied:
                 version.assembly.check_within(specs, blocks)
@@ -113,8 +116,7 @@ class Catalogue:
             raise WeightsError(f"version {number} of store '{self.name}': {error}") from None
         if not version.whole:
             self.open[number] = version
-            if version.declare(part, Writer(who, put)):
-                sizes = list(version.assembly.layout.sizes)
+            version.declare(part, Writer(who, put))
         return version, sizes
 
     def grow(self, version: Version, memory: list[int]) -> None:
@@ -146,12 +148,7 @@ class Catalogue:
         return len(self.open) < _MOST_OPEN
 
     def withdraw(self, version: Version, part: int) -> None:
-        """Undo the last ``begin``: there is no memory for its part. A version that was to have other memory
-        is given up.
-        """
-        if version.retired and not version.memory:
-            self._give_up([version])
-            return
+        """Undo the last ``begin``: there is no memory for its part."""
         version.assembly.withdraw(part, added=True)
         del version.parts[part]
         if not version.parts:
@@ -172,7 +169,8 @@ class Catalogue:
             )
         if part not in version.parts or Writer(who, put) not in version.parts[part].writers:
             raise WeightsError(
-                f"worker '{who.name}' has not begun part {part} of version {number} of store '{self.name}'"
+                f"worker '{who.name}' has not begun part {part} of version {number} of store '{self.name}', "
+                "or the version was given up since"
             )
         return version
 
@@ -204,7 +202,6 @@ class Catalogue:
         del self.open[version.number]
         version.become(State.WHOLE)
         version.serial = next(self._serials)
-        self._free_retired(version)
         self.whole[version.number] = version
         self._history[version.number] = version.serial
         if len(self._history) > _REMEMBERED:
@@ -359,14 +356,16 @@ class Catalogue:
             raise WeightsError(f"store '{self.name}' has no version {number}: it has {sorted(self.whole)}")
         self._give_up([version])
 
-    def lost(self, who: Who) -> list[Version]:
-        """Note that a worker is lost: its leases end. Returns the open versions that miss its part now."""
+    def lost(self, who: Who, *, lives: bool = True) -> list[Version]:
+        """Note that a worker is lost: its leases end. Returns the open versions that miss its part now.
+        ``lives``: whether it may still use memory that it knows.
+        """
         self._dead[who] = None
         if len(self._dead) > _REMEMBERED:
             del self._dead[next(iter(self._dead))]
         for lease in [lease for lease in self.leases if lease.holder == who]:
-            self.release(lease, used=True)
-        return [version for version in self.open.values() if version.lose(who)]
+            self.release(lease, used=lives)
+        return [version for version in self.open.values() if version.lose(who, lives=lives)]
 
     def take_given_up(self) -> list[Version]:
         """Return the open versions that have been given up since the last call."""
@@ -406,8 +405,3 @@ class Catalogue:
     def _free(self, version: Version) -> None:
         self._freed += [Freed(memory, not version.tainted) for memory in version.memory]
         version.memory = []
-        self._free_retired(version)
-
-    def _free_retired(self, version: Version) -> None:
-        self._freed += [Freed(memory, reusable=False) for memory in version.retired]
-        version.retired = []

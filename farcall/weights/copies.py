@@ -250,7 +250,7 @@ class Copy(Keeper):
             version = self._catalogue.whole.get(serial) or self._catalogue.open.get(serial)
             if version is None or serial not in self._arrivals:
                 raise WeightsError("this copy does not have that version")
-            self._catalogue.lease(version, Lease(Who(*who), ticket))
+            self._catalogue.lease(version, Lease(self._who(who), ticket))
 
     def block(self, serial: int, index: int) -> torch.futures.Future[list[Tensor]]:
         """Return a future of blocks of that version."""

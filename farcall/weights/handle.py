@@ -94,11 +94,13 @@ class Handle:
         """The keeper's process, whose memory this one can map."""
         self._has_mapped = False
         self._admits = admits
-        self._who = [agent.info.name, agent.incarnation]
+        self._who = [agent.info.name, agent.incarnation, None if self._process is None else os.getpid()]
         self._node = node_of(agent)
         self._maps: dict[tuple[int, Access], Mapped] = {}
         self._copy: Handle | None = None
         self._copy_failed: int | None = None
+        self._alone: str | None = None
+        """Why the version that was put last has one copy, and not two."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may use the store
 
     @classmethod
@@ -148,7 +150,9 @@ class Handle:
         specs: Mapping[str, Spec],
         metadata: dict[str, Any],
     ) -> bool:
-        """Write a part of a version; returns whether it is whole. With two copies, both have it then."""
+        """Write a part of a version; returns whether it is whole. With two copies, both have it then, unless
+        the second one cannot, which is logged.
+        """
         tensors = [
             [name, spec.dtype, list(spec.shape), [box_to_wire(piece.box) for piece in pieces[name]]]
             for name, spec in specs.items()
@@ -167,11 +171,19 @@ class Handle:
                 self.ask("failed", number, part[0], self._who, put)
             raise
         if whole and self.copies > 1:
-            while True:
-                with contextlib.suppress(RpcTimeoutError):
-                    self.ask("copied", number, timeout=_WAIT_SECONDS)
-                    break
+            self._wait_for_copy(number)
         return whole
+
+    def _wait_for_copy(self, number: int) -> None:
+        """Wait until the second copy has a version. If it cannot, log why, once for each reason."""
+        while True:
+            with contextlib.suppress(RpcTimeoutError):
+                reason: str | None = self.ask("copied", number, timeout=_WAIT_SECONDS)
+                break
+        if reason not in (None, self._alone):
+            text = "version %d of store '%s' has one copy, and was to have two: %s"
+            logger.warning(text, number, self.name, reason)
+        self._alone = reason
 
     def _begin(self, number: int, part: list[int], tensors: list[Any], put: int) -> Any:
         """Declare a part; waits while other writers have not finished earlier versions."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from time import monotonic
 from typing import Any, ClassVar, Final
 
@@ -34,6 +34,7 @@ from rpc.agent.agent import Agent
 from rpc.errors import NoMemoryError, RpcError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.rendezvous.address import host_identity
+from rpc.runtime.process_signs import has_ended
 
 __all__ = ["Keeper"]
 
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_GIVEN_UP: Final = 1024
 """Maximum number of waits that are remembered as given up before they have come."""
+
+_UNKNOWN: Final = 0
+"""The id of no process: one that is not known may live."""
 
 _LEAST_GAIN: Final = 4
 """Differences are sent if they take at most this fraction of a version, as they cost time on both hosts."""
@@ -85,6 +89,8 @@ class Keeper:
         self._hosts = Hosts(lambda incarnation: self._members.find(incarnation) is not None)
         self._figures = Figures(self._catalogue)
         self._changes_between: dict[tuple[int, int], list[list[Any]] | None] = {}
+        self._processes: dict[Hashable, int | None] = {}
+        """The process of each caller, by incarnation; None: it uses no memory of this one."""
         self._closed = False
         agent.lifecycle.hooks.gone.append(self._peer_gone)
 
@@ -107,8 +113,10 @@ class Keeper:
         if self._second is not None:
             self._second.offer(who[1], host, copy)
 
-    def copied(self, number: int) -> torch.futures.Future[None]:
-        """Return a future that is completed once the second copy has a version, if it can."""
+    def copied(self, number: int) -> torch.futures.Future[str | None]:
+        """Return a future that is completed once the second copy has a version, with None; or cannot,
+        with the reason.
+        """
         with self._lock:
             version = self._catalogue.whole.get(number)
         return done() if version is None or self._second is None else self._second.wait(version.serial)
@@ -143,9 +151,11 @@ class Keeper:
         index, count = part
         with self._growing:
             with self._changing():
-                if not self._catalogue.make_room(number, Who(*who), insist=insist):
+                if not self._catalogue.make_room(number, self._who(who), insist=insist):
                     return self._state
-                version, sizes = self._catalogue.begin(number, index, count, specs, blocks, Who(*who), put)
+                version, sizes = self._catalogue.begin(
+                    number, index, count, specs, blocks, self._who(who), put
+                )
                 if version.whole:
                     return None
             if sizes:
@@ -154,7 +164,7 @@ class Keeper:
                 writes = version.assembly.writes(index)
                 return [
                     version.assembly.layout.to_wire(),
-                    self._segments.described(version.memory_of(index)),
+                    self._segments.described(version.memory),
                     self._segments.live,
                     [[name, [box_to_wire(box) for box in boxes]] for name, boxes in writes.items() if boxes],
                 ]
@@ -186,8 +196,8 @@ class Keeper:
     ) -> None:
         """Write blocks of a part, for a writer of another host."""
         with self._lock:
-            version = self._catalogue.check_open(number, part, Who(*who), put)
-            targets = [self._tensor(version, name, version.memory_of(part)) for name, _ in blocks]
+            version = self._catalogue.check_open(number, part, self._who(who), put)
+            targets = [self._tensor(version, name) for name, _ in blocks]
             writes = version.assembly.writes(part)
             self._figures.received += sum(each.nbytes for each in data)
         for target, (name, box), local in zip(targets, blocks, data, strict=True):
@@ -201,27 +211,15 @@ class Keeper:
     ) -> bool:
         """A part has been written; returns whether the version is whole now."""
         with self._changing():
-            whole = self._catalogue.written(number, part, Who(*who), metadata, put)
+            whole = self._catalogue.written(number, part, self._who(who), metadata, put)
             if whole:
-                version = self._catalogue.whole[number]
-                version.since = monotonic()
-                self._copy_earlier(version)
+                self._catalogue.whole[number].since = monotonic()
             return whole
 
     def failed(self, number: int, part: int, who: list[Any], put: int) -> None:
         """A put of a part has ended with an error."""
         with self._lock:
-            self._catalogue.failed(number, part, Who(*who), put)
-
-    def _copy_earlier(self, version: Version) -> None:
-        """Copy the parts of a version that lie in memory that it has left, before anyone sees it."""
-        for index, part in version.parts.items():
-            if part.memory is not None:
-                for name, boxes in version.assembly.writes(index).items():
-                    source, target = self._tensor(version, name, part.memory), self._tensor(version, name)
-                    for box in boxes:
-                        box.of(target).copy_(box.of(source))
-                part.memory = None
+            self._catalogue.failed(number, part, self._who(who), put)
 
     # ---- readers
 
@@ -242,7 +240,7 @@ class Keeper:
             version = self._catalogue.find(number, newer_than, serial)
             if version is None:
                 return [None, self._state, self._why(number)]
-            opened = self._leased(version, Lease(Who(*who), ticket))
+            opened = self._leased(version, Lease(self._who(who), ticket))
             if reads:
                 self._figures.has_read(who[0], version.serial)
             return opened
@@ -255,7 +253,7 @@ class Keeper:
             version = self._catalogue.by_serial(serial)
             if version is None:
                 return None
-            return self._leased(version, Lease(Who(*who), ticket))
+            return self._leased(version, Lease(self._who(who), ticket))
 
     def _leased(self, version: Version, lease: Lease) -> list[Any]:
         self._catalogue.lease(version, lease)
@@ -265,7 +263,7 @@ class Keeper:
     def read(self, who: list[Any], ticket: int, blocks: list[list[Any]]) -> list[Tensor]:
         """Return blocks of a version that the caller has a lease of."""
         with self._lock:
-            version = self._catalogue.leased(Lease(Who(*who), ticket))
+            version = self._catalogue.leased(Lease(self._who(who), ticket))
             found = [box_from_wire(box).of(self._tensor(version, name)) for name, box in blocks]
             self._figures.sent += sum(each.nbytes for each in found)
         return [each.contiguous() for each in found]
@@ -276,7 +274,7 @@ class Keeper:
         """
         between = Lease(self.own, new_id())
         with self._changing():
-            version = self._catalogue.leased(Lease(Who(*who), ticket))
+            version = self._catalogue.leased(Lease(self._who(who), ticket))
             base = self._catalogue.by_serial(have)
             if base is None or base.assembly.layout.specs != version.assembly.layout.specs:
                 return None
@@ -321,7 +319,7 @@ class Keeper:
     def release(self, who: list[Any], ticket: int, used: bool) -> None:
         """End a lease."""
         with self._changing():
-            self._catalogue.release(Lease(Who(*who), ticket), used=used)
+            self._catalogue.release(Lease(self._who(who), ticket), used=used)
 
     # ---- versions
 
@@ -375,7 +373,7 @@ class Keeper:
         been given up.
         """
         future: torch.futures.Future[int] = torch.futures.Future()
-        lease = Lease(Who(*who), ticket)
+        lease = Lease(self._who(who), ticket)
         with self._lock:
             if self._state == state and not self._closed and lease not in self._given_up:
                 self._waiting[lease] = future
@@ -385,7 +383,7 @@ class Keeper:
 
     def give_up(self, who: list[Any], ticket: int) -> None:
         """End a wait, which may come later."""
-        lease = Lease(Who(*who), ticket)
+        lease = Lease(self._who(who), ticket)
         with self._lock:
             _note(self._given_up, lease, None, _MOST_GIVEN_UP)
             self._answer([lease])
@@ -430,24 +428,34 @@ class Keeper:
     def _closed_error(self) -> RpcError:
         return WorkerLostError(f"the worker that keeps store '{self.name}' is leaving its group")
 
-    def _tensor(self, version: Version, name: str, memory: Sequence[int] | None = None) -> Tensor:
-        """Return a tensor of a version; ``memory``: that it lies in, if the version has left it."""
+    def _tensor(self, version: Version, name: str) -> Tensor:
+        """Return a tensor of a version."""
         if name not in version.assembly.layout.entries:
             raise WeightsError(f"version {version.number} of store '{self.name}' has no tensor {name!r}")
-        tensors = self._segments.tensors(version.memory if memory is None else memory)
-        return version.assembly.layout.tensor(tensors, name)
+        return version.assembly.layout.tensor(self._segments.tensors(version.memory), name)
+
+    def _who(self, wire: list[Any]) -> Who:
+        """Return a caller of what has travelled: name, incarnation, and its process if that can use memory of
+        this one; None if it cannot.
+        """
+        name, incarnation, *process = wire
+        if process:
+            self._processes[incarnation] = process[0]
+        return Who(name, incarnation)
 
     def _peer_gone(self, peer: Peer, reason: str) -> None:
         who = Who(peer.member.name, peer.incarnation)
         if self._second is not None:
             self._second.lost(peer.incarnation)
-        # not on the loop's thread: the lock is held while parts of a version are copied
+        # not on the loop's thread, which must not wait for the lock
         self._run_soon([(self._lose, (who, reason))])
 
     def _lose(self, lost: tuple[Who, str]) -> None:
         who, reason = lost
+        process = self._processes.pop(who.incarnation, _UNKNOWN)
+        lives = process is not None and not has_ended(process)
         with contextlib.suppress(WorkerLostError, WeightsError), self._changing():  # raised after ``close``
-            incomplete = self._catalogue.lost(who)
+            incomplete = self._catalogue.lost(who, lives=lives)
             self._answer([lease for lease in self._waiting if lease.holder == who])
             if incomplete:
                 self._wake()  # a writer that waits for room may have it now

@@ -7,6 +7,7 @@ ranks of one model share a single segment, and stages of a pipeline have one eac
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -23,9 +24,9 @@ _LARGEST_BYTES: Final = 1 << 62
 DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
+    if isinstance(dtype, torch.dtype) and not re.match(r"torch\.(q|bits|u?int[1-7]$)", str(dtype))
 }
-"""Types of elements, by the names under which they travel."""
+"""Types of elements, by the names under which they travel: those that PyTorch can copy."""
 
 
 class Spec(NamedTuple):

@@ -53,7 +53,7 @@ class Lease(Mapping[str, Tensor]):
             view = handle.view(held, Access.COPY, stack, used)
             if view is None:
                 layout = held.layout
-                self._data = [torch.empty(size, dtype=torch.uint8) for size in layout.sizes]
+                self._data = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in layout.sizes]
                 tensors = {name: layout.tensor(self._data, name) for name in layout.entries}
                 for _, local, data in handle.arriving(held.ticket, wholes(tensors)):
                     local.copy_(data)

@@ -54,7 +54,7 @@ class Segment:
                 self.tensor = map_segment(self._descriptor, size, Access.WRITE).data
                 self.place = [self._descriptor, identity_of(self._descriptor)]
             else:
-                self.tensor = torch.zeros(size, dtype=torch.uint8)
+                self.tensor = torch.zeros(size, dtype=torch.uint8, device="cpu")
         except (OSError, MemoryError, RuntimeError) as error:
             self.close()
             raise NoMemoryError(f"{size} bytes are needed, and the system says: {error}") from error
@@ -62,7 +62,7 @@ class Segment:
     def close(self) -> None:
         """Close the descriptor, and release the tensor; the memory lives as long as others use it."""
         descriptor, self._descriptor = self._descriptor, -1
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         if descriptor >= 0:
             os.close(descriptor)
 

@@ -93,7 +93,9 @@ class SecondCopy:
         self._sent: Listing | None = None
         """The listing that is on its way to the chosen worker, or has arrived."""
         self._under_way = False
-        self._waiting: list[tuple[int, torch.futures.Future[None]]] = []
+        self._waiting: list[tuple[int, torch.futures.Future[str | None]]] = []
+        self._failure = ""
+        """The last failure of a worker that was chosen."""
 
     def offer(self, incarnation: int, host: str, copy: int) -> None:
         """A worker can keep the copy."""
@@ -130,11 +132,11 @@ class SecondCopy:
         with self._lock:
             return any(serial >= self._listing.newest for _, serial in self._has.values())
 
-    def wait(self, serial: int) -> torch.futures.Future[None]:
-        """Return a future that is completed once the second copy has a version, or there is no worker that
-        has not failed to get it.
+    def wait(self, serial: int) -> torch.futures.Future[str | None]:
+        """Return a future that is completed once the second copy has a version, with None; or once there is
+        no worker that has not failed to get it, with the reason.
         """
-        future: torch.futures.Future[None] = torch.futures.Future()
+        future: torch.futures.Future[str | None] = torch.futures.Future()
         with self._lock:
             self._waiting.append((serial, future))
         self._go_on()
@@ -177,18 +179,26 @@ class SecondCopy:
                 if self._sent != self._listing:
                     self._under_way, self._sent = True, self._listing
                     send = chosen, copy, self._listing
-            done = [each for each in self._waiting if ended or self._is_done(each[0])]
+            alone = self._why_alone() if ended or chosen is None else None
+            done = [each for each in self._waiting if alone or self._is_there(each[0])]
             self._waiting = [each for each in self._waiting if each not in done]
+            answers = [(future, None if self._is_there(serial) else alone) for serial, future in done]
         soon = self._agent.calls.completions.run_soon
         if done:
-            soon([(future.set_result, None) for _, future in done])
+            soon([(future.set_result, answer) for future, answer in answers])
         if send is not None:
             soon([(self._send, send)])
 
-    def _is_done(self, serial: int) -> bool:
-        """Whether a worker has a version, or all that there are, or none is left to choose."""
+    def _is_there(self, serial: int) -> bool:
+        """Whether a worker has a version, or all that there are."""
         needed = min(serial, self._listing.newest)
-        return self._chosen is None or any(has >= needed for _, has in self._has.values())
+        return any(has >= needed for _, has in self._has.values())
+
+    def _why_alone(self) -> str:
+        """Describe why no worker has the copy."""
+        if not self._offers:
+            return "no other worker has opened the store with copies=2"
+        return self._failure or "the store's worker is leaving its group"
 
     def _send(self, send: tuple[int, int, Listing]) -> None:
         chosen, copy, listing = send
@@ -213,6 +223,8 @@ class SecondCopy:
         with self._lock:
             self._under_way = False
             failed = isinstance(answer, Exception)
+            if failed:
+                self._failure = str(answer)
             has = _NOTHING if isinstance(answer, Exception) else answer
             if chosen in self._has:
                 self._has[chosen] = self._has[chosen][0], has

@@ -54,7 +54,8 @@ class Store:
             handles give one, the largest counts.
         copies: number of workers that have the versions, 1 (default) or 2. With 2, another worker that has
             opened the store with ``copies=2``, rather one of another host, takes over if ``on`` is lost. Give
-            the same on each worker.
+            the same on each worker. While no other worker can have them, ``put`` logs a warning, once for
+            each reason, and ``usage()["copies"]`` is 1.
 
     Raises:
         UnknownWorkerError: there is no such worker.

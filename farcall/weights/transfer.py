@@ -146,14 +146,15 @@ class Reading:
     def _relaying(self, member: Member, copy_id: int) -> Iterator[Callable[[int], Any]]:
         """Have another host's copy keep the version; the value asks it for blocks."""
         agent, serial, ticket = self._handle.agent, self._held.serial, new_id()
+        who = [*self._who, None]  # this process uses no memory of the other host
 
         def later(what: str, *args: Any) -> Any:
             called = member.incarnation, copy_id, self._handle.name, what, list(args)
             return agent.call_async(member.name, ask, called, {}, 0.0)
 
         try:
-            later("relay", serial, self._who, ticket).wait()
+            later("relay", serial, who, ticket).wait()
             yield partial(later, "block", serial)
         finally:
             with contextlib.suppress(RpcError):  # it is gone, and the lease with it
-                later("release", self._who, ticket, False)
+                later("release", who, ticket, False)

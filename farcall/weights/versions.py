@@ -78,12 +78,10 @@ class Part:
         writers: its writers, and whether they have finished; None: with an error. The part is written once
             all of them have, without one: no one writes to a version that is whole.
         lost: the name of a writer that was lost since the part was declared last.
-        memory: the memory that the part lies in, if the version has left that; None: the version's.
     """
 
     writers: dict[Writer, bool | None] = field(default_factory=dict)
     lost: str | None = None
-    memory: list[int] | None = None
 
     @property
     def written(self) -> bool:
@@ -101,8 +99,8 @@ class Version:
         state: see ``State``.
         parts: those that have been declared.
         memory: for each segment of its layout, the memory that it lies in.
-        retired: all memory that the version has left while it is open.
-        tainted: whether its memory must not be used again.
+        tainted: whether a worker that this one has lost sight of may still use its memory, which must not be
+            used again then.
         leases: its leases.
         serial: place in the order in which versions became whole; 0 while it is open.
         since: when it became whole, in seconds.
@@ -115,7 +113,6 @@ class Version:
     state: State = State.OPEN
     parts: dict[int, Part] = field(default_factory=dict)
     memory: list[int] = field(default_factory=list)
-    retired: list[int] = field(default_factory=list)
     tainted: bool = False
     leases: set[Lease] = field(default_factory=set)
     serial: int = 0
@@ -133,36 +130,21 @@ class Version:
         assert state in _NEXT[self.state], f"version {self.number} is {self.state}, and becomes {state}"
         self.state = state
 
+    @property
+    def stuck(self) -> bool:
+        """Whether it cannot become whole: a lost worker may still write to it."""
+        return self.tainted and self.state is State.OPEN
+
     def unwritten(self) -> list[int]:
         """Return the parts that are missing."""
-        there = self.parts
+        there = {} if self.stuck else self.parts
         return [each for each in range(self.assembly.parts) if each not in there or not there[each].written]
 
-    def declare(self, part: int, writer: Writer) -> bool:
-        """Have a part written once more, in place of those that have failed; returns whether the version has
-        other memory now.
-        """
+    def declare(self, part: int, writer: Writer) -> None:
+        """Have a part written once more, in place of those that have failed."""
         there = self.parts.setdefault(part, Part())
-        moves = there.lost is not None and self.tainted
-        if moves:
-            self._leave_memory()
         there.writers = {each: done for each, done in there.writers.items() if done is not None}
         there.writers[writer], there.lost = False, None
-        return moves
-
-    def _leave_memory(self) -> None:
-        """Have other memory from now on, since a lost worker may still write to this one."""
-        for part in self.parts.values():
-            if part.lost is None and part.memory is None:
-                part.memory = self.memory
-        self.retired += self.memory
-        self.memory = []
-        self.tainted = False
-
-    def memory_of(self, part: int) -> list[int]:
-        """Return the memory that a part lies in."""
-        memory = self.parts[part].memory
-        return self.memory if memory is None else memory
 
     def begun_by(self, who: Who) -> list[int]:
         """Return the parts that a worker has begun to write, and has not finished."""
@@ -172,14 +154,16 @@ class Version:
             if any(not done and writer.who == who for writer, done in each.writers.items())
         ]
 
-    def lose(self, who: Who) -> bool:
-        """Note that a worker is lost; returns whether the version misses a part of it now."""
+    def lose(self, who: Who, *, lives: bool) -> bool:
+        """Note that a worker is lost, which may still write if it ``lives``; returns whether the version
+        misses a part of it now.
+        """
         left = self.begun_by(who)
         for part in left:
             there = self.parts[part]
             there.writers = {each: done for each, done in there.writers.items() if done or each.who != who}
-            there.lost, there.memory = who.name, None
-        self.tainted |= bool(left)
+            there.lost = who.name
+        self.tainted |= bool(left) and lives
         return bool(left)
 
     def missing(self) -> str:
@@ -191,6 +175,8 @@ class Version:
             for part, each in self.parts.items()
             if each.lost is not None
         )
+        if self.stuck:
+            lost += ", and may still write: all parts have to be put again"
         return f"part {shown} of {self.assembly.parts} is missing" + (f" ({lost})" if lost else "")
 
 

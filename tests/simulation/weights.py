@@ -330,7 +330,9 @@ class Run:
             stack.enter_context(mock.patch.object(segments, "Segment", self._segment))
             stack.enter_context(mock.patch.object(handle, "open_segment", self._open_segment))
             stack.enter_context(mock.patch.object(handle, "map_segment", self._map_segment))
-            stack.enter_context(mock.patch.object(handle, "os", SimpleNamespace(close=lambda _: None)))
+            process = SimpleNamespace(close=lambda _: None, getpid=self._number)
+            stack.enter_context(mock.patch.object(handle, "os", process))
+            stack.enter_context(mock.patch.object(keeper, "has_ended", self._has_ended))
             try:
                 yield
             finally:
@@ -373,7 +375,13 @@ class Run:
         return self.clock.now
 
     def _host(self) -> str:
-        return self.hosts[self._by_loop[self.loop].member.info.id]
+        return self.hosts[self._number()]
+
+    def _number(self) -> int:
+        return self._by_loop[self.loop].member.info.id
+
+    def _has_ended(self, number: int) -> bool:
+        return not self.workers[number].alive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -222,6 +222,18 @@ def test_without_memory_earlier_versions_stay(store: Store) -> None:
     store.put(2, {"w": whole(2)})
 
 
+def test_one_copy_in_place_of_two_is_told(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    alone = Store("alone", on="worker0", copies=2)
+    assert alone.put(1, {"w": whole(1)}) is True
+    assert alone.put(2, {"w": whole(2)}) is True
+    (told,) = [each.message for each in caplog.records if "one copy" in each.message]
+    assert told == (
+        "version 1 of store 'alone' has one copy, and was to have two: no other worker has opened the store "
+        "with copies=2"
+    )
+    assert alone.usage()["copies"] == 1
+
+
 def test_memory_is_bounded_and_used_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     mapped: list[int] = []
 
@@ -303,6 +315,17 @@ def test_tensors_of_a_lease_are_the_readers_own(store: Store) -> None:
     assert store.usage()["bytes"] <= 3 * 128
 
 
+def test_tensors_of_a_lease_have_memory_whatever_the_default_device(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come in calls here, as between containers that share no memory."""
+    store.put(1, {"w": whole(1)})
+    monkeypatch.setattr(handle_module.Handle, "view", lambda *_: None)
+    with torch.device("meta"), store.lease() as mine:
+        read = mine["w"]
+    assert same(read, whole(1))
+
+
 def test_handles_of_one_process_have_leases_of_their_own(store: Store) -> None:
     store.put(1, {"w": whole(1)})
     with store.lease(1), Store("policy", on="worker0").lease(1), store.lease(1):
@@ -310,50 +333,27 @@ def test_handles_of_one_process_have_leases_of_their_own(store: Store) -> None:
     assert store.usage()["leases"] == 0
 
 
-@pytest.mark.parametrize("order", ["finished", "near", "far"])
-def test_a_lost_writer_that_still_lives_changes_no_whole_version(store: Store, order: str) -> None:
-    """Another part is finished before the lost writer's is put again, or after it."""
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_lost_writer_changes_no_whole_version(
+    store: Store, monkeypatch: pytest.MonkeyPatch, *, ended: bool
+) -> None:
+    """If its process lives, all parts have to be put again; if it has ended, its part only."""
+    monkeypatch.setattr(keeper_module, "has_ended", lambda process: ended and process == 4711)
     keeper = node_of(cast("Any", current_agent())).stores["worker0", "policy"]
-    stopped, slow = Who("stopped", 1), Who("slow", 2)
-    boxes = [[[3 * part, 0], [3, 10]] for part in range(2)]
-    for part, who in ((0, slow), (1, stopped)):
-        keeper.begin(1, [part, 2], [["w", "bfloat16", list(SHAPE), [boxes[part]]]], list(who), insist=False)
+    assert store.put(1, rows(1, 0), part=(0, 2)) is False
+    boxes = [["w", "bfloat16", list(SHAPE), [[[3, 0], [3, 10]]]]]
+    keeper.begin(1, [1, 2], boxes, ["stopped", 1, 4711], insist=False)
     known = keeper._tensor(keeper._catalogue.open[1], "w")
-    with keeper._changing():
-        keeper._catalogue.lost(stopped)
-    if order == "finished":
-        known[:3] = whole(1)[:3]
-        assert keeper.written(1, 0, list(slow)) is False
-    assert store.put(1, rows(1, 1), part=(1, 2)) is (order == "finished")
-    if order == "near":
-        known[:3] = whole(1)[:3]
-    if order == "far":
-        keeper.write(1, 0, list(slow), [["w", boxes[0]]], [whole(1)[:3]])
-    if order != "finished":
-        assert keeper.written(1, 0, list(slow)) is True
-    known.zero_()
+    keeper._lose((Who("stopped", 1), "it does not answer"))
+    assert ("all parts have to be put again" in store.usage()["open"][1]) is not ended
+    assert store.put(1, rows(1, 1), part=(1, 2)) is ended
+    if not ended:
+        known.zero_()
+        assert store.put(1, rows(1, 0), part=(0, 2)) is True
     into = empty()
     store.get({"w": into})
     assert same(into, whole(1))
     assert store.usage()["bytes"] == 128
-
-
-def test_a_part_that_is_put_again_is_written_where_it_lies(store: Store) -> None:
-    """The version has other memory since, as the writer of the other part was lost."""
-    keeper = node_of(cast("Any", current_agent())).stores["worker0", "policy"]
-    stopped, again = Who("stopped", 1), Who("stopped", 2)
-    second = [[3, 0], [3, 10]]
-    assert store.put(1, rows(8, 0), part=(0, 2)) is False
-    keeper.begin(1, [1, 2], [["w", "bfloat16", list(SHAPE), [second]]], list(stopped), insist=False)
-    with keeper._changing():
-        keeper._catalogue.lost(stopped)
-    keeper.begin(1, [1, 2], [["w", "bfloat16", list(SHAPE), [second]]], list(again), insist=False)
-    assert store.put(1, rows(1, 0), part=(0, 2)) is False
-    keeper.write(1, 1, list(again), [["w", second]], [whole(1)[3:]])
-    assert keeper.written(1, 1, list(again)) is True
-    into = empty()
-    store.get({"w": into})
-    assert same(into, whole(1))
 
 
 def test_a_version_is_whole_once_both_puts_of_a_handle_have_ended(

@@ -59,8 +59,11 @@ def test_a_block_is_inside_its_tensor() -> None:
         Block([1.0], (0,), (2,))  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
 def test_values_that_are_no_dense_tensors_are_refused_by_name() -> None:
-    for value in (3, None, torch.zeros(2, device="meta"), torch.zeros(2, 2).to_sparse()):
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    two_bits = torch.zeros(4, dtype=torch.uint8).view(torch.uint2)
+    for value in (3, None, torch.zeros(2, device="meta"), torch.zeros(2, 2).to_sparse(), ragged, two_bits):
         with pytest.raises(WeightsError, match="'step'"):
             pieces_of("step", value)
 

@@ -95,54 +95,48 @@ def test_tensors_that_outlive_a_lease_keep_their_memory() -> None:
     assert catalogue.freed() == [Freed(held, reusable=False)]
 
 
-def test_a_version_whose_writer_is_lost_is_told_and_can_be_completed() -> None:
+@pytest.mark.parametrize("lives", [False, True])
+def test_the_memory_of_a_lost_reader_is_used_again_if_its_process_has_ended(*, lives: bool) -> None:
+    catalogue = Catalogue("policy", 1)
+    first = put(catalogue, 1)
+    (held,) = first.memory
+    catalogue.lease(first, Lease(B, 1))
+    put(catalogue, 2)
+    catalogue.lost(B, lives=lives)
+    assert catalogue.freed() == [Freed(held, reusable=not lives)]
+
+
+def test_a_version_whose_writer_has_ended_is_told_and_can_be_completed() -> None:
     catalogue = Catalogue("policy", 2)
     begin(catalogue, 1, 0, A)
     version = begin(catalogue, 1, 1, B)
     catalogue.written(1, 0, A)
-    assert catalogue.lost(B) == [version]
+    assert catalogue.lost(B, lives=False) == [version]
     assert version.missing() == "part 1 of 2 is missing (worker 'b', which was to write part 1, is lost)"
     assert catalogue.find(None, None) is None
-    (left,) = version.memory
     again = Who("b", 3)
-    begin(catalogue, 1, 1, again)
-    assert version.memory != [left], "the lost worker may still write there"
-    assert version.memory_of(0) == [left]
-    assert version.memory_of(1) == version.memory
+    assert begin(catalogue, 1, 1, again) is version
     with pytest.raises(WeightsError, match="worker 'b' was lost"):
         catalogue.written(1, 1, B)
-    assert catalogue.freed() == []
     assert catalogue.written(1, 1, again)
-    assert catalogue.freed() == [Freed(left, reusable=False)]
 
 
-def test_several_lost_writers_cost_new_memory_once() -> None:
+def test_a_version_to_which_a_lost_writer_may_still_write_is_begun_again() -> None:
     catalogue = Catalogue("policy", 2)
-    version = begin(catalogue, 1, 0, A)
-    begin(catalogue, 1, 1, B)
-    catalogue.lost(A)
-    catalogue.lost(B)
-    begin(catalogue, 1, 0, Who("a", 3))
-    moved = list(version.memory)
-    begin(catalogue, 1, 1, Who("b", 3))
-    assert version.memory == moved
-    catalogue.lost(Who("b", 3))
-    again = begin(catalogue, 1, 1, Who("b", 4))
-    assert again.memory != moved
-    assert again.memory_of(0) == moved
-
-
-def test_a_version_for_which_there_is_no_other_memory_is_given_up() -> None:
-    catalogue = Catalogue("policy", 2)
-    version = begin(catalogue, 1, 0, A)
+    for part, who in ((0, A), (1, B)):
+        version = begin(catalogue, 1, part, who)
     (left,) = version.memory
-    catalogue.lost(A)
-    _, sizes = catalogue.begin(1, 0, 2, SPECS, {"w": [Box((0,), (1,))]}, B)
-    assert sizes == [64]
-    catalogue.withdraw(version, 0)
+    assert catalogue.lost(B) == [version]
+    assert not catalogue.written(1, 0, A)
+    assert version.missing() == (
+        "part 0, 1 of 2 is missing (worker 'b', which was to write part 1, is lost, and may still write: "
+        "all parts have to be put again)"
+    )
+    for part in (1, 0):
+        assert begin(catalogue, 1, part, A) is not version
+        assert catalogue.written(1, part, A) is (part == 0)
     assert catalogue.given_up == [version]
     assert catalogue.freed() == [Freed(left, reusable=False)]
-    begin(catalogue, 1, 0, B)
 
 
 def test_a_version_that_a_later_one_overtakes_is_given_up() -> None:
@@ -151,6 +145,7 @@ def test_a_version_that_a_later_one_overtakes_is_given_up() -> None:
     (lent,) = stuck.memory
     put(catalogue, 2)
     assert catalogue.given_up == [stuck]
+    assert stuck.missing() == "part 0, 1 of 2 is missing"
     assert catalogue.freed() == [Freed(lent, reusable=False)]
     with pytest.raises(WeightsError, match="version 1 of store 'policy' was given up before part 0"):
         catalogue.written(1, 0, B)
@@ -229,7 +224,7 @@ def test_a_part_that_two_workers_write_is_written_when_both_have_finished() -> N
     version = begin(catalogue, 2, 0, A, parts=1)
     begin(catalogue, 2, 0, B, parts=1)
     catalogue.written(2, 0, A)
-    assert catalogue.lost(B) == [version], "it may still write to the version"
+    assert catalogue.lost(B, lives=False) == [version], "it may have written some of it"
     begin(catalogue, 2, 0, A, parts=1)
     assert catalogue.written(2, 0, A)
     assert list(catalogue.whole) == [1, 2]
@@ -313,14 +308,14 @@ class Workers(RuleBasedStateMachine):
             self.catalogue.release(lease, used=False)
             self.drain()
 
-    @rule(worker=st.integers(0, 2))
-    def die(self, worker: int) -> None:
+    @rule(worker=st.integers(0, 2), lives=st.booleans())
+    def die(self, worker: int, *, lives: bool) -> None:
         who = self.workers[worker]
         self.lent = {lease: held for lease, held in self.lent.items() if lease.holder != who}
         for version in self.catalogue.open.values():
-            if version.begun_by(who):
+            if version.begun_by(who) and lives:
                 self.left |= set(version.memory)
-        self.catalogue.lost(who)
+        self.catalogue.lost(who, lives=lives)
         self.workers[worker] = Who(who.name, int(str(who.incarnation)) + 1)
         self.drain()
 
@@ -347,7 +342,7 @@ class Workers(RuleBasedStateMachine):
     def memory_belongs_to_one_version(self) -> None:
         alive = {id(each): each for each in self.catalogue.leases.values()}
         alive |= {id(each): each for each in (*self.catalogue.whole.values(), *self.catalogue.open.values())}
-        lent = [one for version in alive.values() for one in (*version.memory, *version.retired)]
+        lent = [one for version in alive.values() for one in version.memory]
         assert sorted(lent) == sorted(self.used)
         assert not self.free & self.used
 

@@ -108,6 +108,19 @@ def test_a_put_waits_for_the_next_worker_if_one_is_lost(agent: Calls, second: Se
     assert waiting.done()
 
 
+def test_a_put_that_waits_in_vain_is_told_why(agent: Calls, second: SecondCopy) -> None:
+    second.update(listing(1))
+    assert second.wait(1).wait() == "no other worker has opened the store with copies=2"
+    second.offer(NEAR, "here", 10)
+    waiting = second.wait(1)
+    agent.answer(NoMemoryError("there is no memory for it"))
+    assert waiting.wait() == "there is no memory for it"
+    second.update(listing(1, 2))
+    waiting = second.wait(2)
+    agent.answer()
+    assert waiting.wait() is None
+
+
 def test_a_put_whose_version_is_dropped_does_not_wait_for_it(agent: Calls, second: SecondCopy) -> None:
     second.update(listing(1))
     second.offer(NEAR, "here", 10)
@@ -330,8 +343,8 @@ def test_a_host_copy_ends_if_the_worker_of_its_store_is_lost(own: Agent, *, is_s
     copy.close()
 
 
-def test_a_loss_does_not_wait_while_parts_are_copied(own: Agent) -> None:
-    """The lock of a store is held meanwhile; losses are noticed on the thread of the event loop."""
+def test_a_loss_does_not_wait_for_the_lock(own: Agent) -> None:
+    """Losses are noticed on the thread of the event loop."""
     store = Keeper("policy", own)
     store.begin(1, [0, 1], [["w", "float32", [2], [[[0], [2]]]]], ["writer", 1], insist=False)
     peer: Any = SimpleNamespace(member=SimpleNamespace(name="writer"), incarnation=1)
