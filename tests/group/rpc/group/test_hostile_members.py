@@ -18,17 +18,13 @@ from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.serving import open_gate, wait_at_gate
 from tests.support.tracked import Tracked
-from tests.support.workers import TIME_LIMIT, RunWorkers, WorkerProcess, Workers
+from tests.support.workers import TIME_LIMIT, RunWorkers, Workers
 from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
 
 pytestmark = backend.over_sockets
 
 PREFIX = struct.Struct("<QQIIB3x")
 """Of a frame: body length, call id, header length, segment count, kind."""
-
-
-def log_lines(worker: WorkerProcess) -> list[str]:
-    return worker.log.read_text().splitlines()
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
@@ -107,11 +103,11 @@ def test_malformed_messages_close_that_connection_and_no_other(run_workers: RunW
     more = ask(workers[1], open_descriptors) - before  # the connection with worker0 may have got some
     assert len(more) < len(BROKEN) // 4
     dismiss(workers)
-    lines = log_lines(workers[1])
+    lines = workers[1].log_lines()
     for number, (line, (name, (_, text))) in enumerate(zip(lines, BROKEN.items(), strict=True)):
         said = rf"worker 'worker1': worker 'evil{number}' \(id {1000 + number}\) is gone: .*{text}"
         assert re.match(said, line), f"{name}: {line}"
-    assert log_lines(workers[0]) == []
+    assert workers[0].log_lines() == []
 
 
 def memory() -> int:
@@ -154,7 +150,7 @@ def test_calls_of_a_dead_worker_whose_references_never_arrive_end_with_it(run_wo
     at = ask(workers[1], target)
     ask(workers[0], call_with_references_that_never_arrive, at)
     dismiss(workers)
-    [lost] = log_lines(workers[1])  # what follows from it is not told
+    [lost] = workers[1].log_lines()  # what follows from it is not told
     assert "'evil1' (id 1001) is gone" in lost
 
 
