@@ -23,7 +23,7 @@ from tests.support.programs import run_program
 from tests.support.relay import Relay
 from tests.support.serving import wait_at_gate
 from tests.support.streams import until
-from tests.support.transfers import MIB, echo, told_as_worker0_is_called
+from tests.support.transfers import MIB, echo
 from tests.support.workers import RunWorkers, Worker
 
 TOKEN = "a token that only the tests know"
@@ -67,23 +67,6 @@ def test_certificates_are_checked_on_both_sides_and_known_by_name(
     tls = Authority(tmp_path).issue(host="trainer.test")
     for (address,) in run_workers(ways_to_work, 2, args=({"tls": tls, "token": TOKEN},)):
         assert re.fullmatch(r"grpc:127\.0\.0\.1:\d+/trainer\.test", address)
-
-
-def call_with(worker: Worker, tls: list[rpc.TlsOptions]) -> str:
-    join(worker, tls=tls[worker.rank], token=TOKEN)
-    return told_as_worker0_is_called(worker)
-
-
-@pytest.mark.nightly
-def test_a_worker_whose_certificate_is_another_authoritys_is_cut_off(
-    run_workers: RunWorkers, tmp_path: Path
-) -> None:
-    tls = [Authority(tmp_path, name).issue() for name in ("ours", "theirs")]
-    workers = run_workers.start(call_with, 2, args=(tls,))
-    said = workers[1].result()
-    workers[0].tell("end")
-    assert "worker 'worker0' (id 0) is gone: " in said
-    assert "no TLS with it" in said
 
 
 def join_with(worker: Worker, tls: rpc.TlsOptions) -> str:
