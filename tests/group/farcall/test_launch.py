@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,18 +25,14 @@ def fail():
 rpc.init_rpc(f"worker{rank}")
 if rank == 1:
     rpc.barrier()
-    {"raise": fail, "die": lambda: os.kill(os.getpid(), signal.SIGKILL)}[sys.argv[1]]()
+    fail()
 rpc.barrier()
 rpc.rpc_sync("worker1", wait)
 """
 
 
-def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_program(folder, SCRIPT, "-m", "farcall", "launch", "-n", "2", "program.py", *arguments)
-
-
 def test_the_first_failure_is_summed_up_and_the_others_are_ended(tmp_path: Path) -> None:
-    done = launch(tmp_path, "raise")
+    done = run_program(tmp_path, SCRIPT, "-m", "farcall", "launch", "-n", "2", "program.py")
     assert done.returncode == 1
     summary = done.stderr.partition("farcall: rank 1 (process ")[2]
     assert "failed first: it raised LookupError: bad luck (program.py:" in summary
@@ -75,35 +70,30 @@ import rpc
 rank, starts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 finished = threading.Event()
 
-def end(how):
-    if how == "kill":
+def end(kill):
+    if kill:
         os.kill(os.getpid(), signal.SIGKILL)
-    finished.how = how
     finished.set()
 
 def count_starts():
     return starts
 
-finished.how = ""
 events = queue.SimpleQueue()
 rpc.on_worker_joined(lambda worker: events.put(f"joined {worker.name}"))
 rpc.on_worker_lost(lambda worker, reason: events.put(f"lost {worker.name}"))
 rpc.init_rpc(f"worker{rank}")
 if rank == 0:
     assert {events.get(), events.get()} == {"joined worker1", "joined worker2"}
-    for _ in range(int(sys.argv[2])):
-        bystander = rpc.rpc_sync("worker2", os.getpid)
-        rpc.rpc_async("worker1", end, args=(sys.argv[1],))
-        while (event := events.get()) != "joined worker1":
-            print(event)
-        print(event, rpc.rpc_sync("worker2", os.getpid) == bystander, flush=True)
+    bystander = rpc.rpc_sync("worker2", os.getpid)
+    rpc.rpc_async("worker1", end, args=(True,))
+    while (event := events.get()) != "joined worker1":
+        print(event)
+    print(event, rpc.rpc_sync("worker2", os.getpid) == bystander, flush=True)
     print("served by start", rpc.rpc_sync("worker1", count_starts), "of worker1")
     for name in ("worker1", "worker2"):
-        rpc.rpc_async(name, end, args=("",))
+        rpc.rpc_async(name, end, args=(False,))
 else:
     finished.wait()
-    if finished.how == "raise":
-        raise LookupError("bad luck")
 rpc.shutdown()
 """
 
@@ -134,13 +124,9 @@ def test_spare_process_takes_the_place_of_a_killed_worker(tmp_path: Path) -> Non
     assert done.stdout == "[0] the spare is rank 0 program.py --epochs 3\n"
 
 
-def launch_dynamic(folder: Path, how: str, times: int) -> subprocess.CompletedProcess[str]:
-    flags = f"-m farcall launch -n 3 --dynamic --restart 1 program.py {how} {times}"
-    return run_program(folder, COMES_BACK, *flags.split())
-
-
 def test_of_a_dynamic_group_only_who_was_killed_is_started_again(tmp_path: Path) -> None:
-    done = launch_dynamic(tmp_path, "kill", 1)
+    flags = "-m farcall launch -n 3 --dynamic --restart 1 program.py"
+    done = run_program(tmp_path, COMES_BACK, *flags.split())
     assert done.returncode == 0, done.stderr
     said = ["[0] lost worker1", "[0] joined worker1 True", "[0] served by start 1 of worker1"]
     assert done.stdout.splitlines() == said
