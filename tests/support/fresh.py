@@ -6,30 +6,35 @@ interpreter, which imports PyTorch, and none of farcall's packages; it forks all
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import gc
-import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
-import traceback
-import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 
-from tests.support import leftovers
+from tests.support import interpreters, leftovers
+from tests.support.interpreters import Program
 
 __all__ = ["RunFresh", "run_fresh"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SERVE = "import torch, torch.distributed; from tests.support.fresh import serve; serve()"
+_FORGET = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "farcall_guard")]:
+    del sys.modules[name]
+"""
+"""What was imported to serve is forgotten, and found anew or not."""
+_FIND = """
+standard = [each for each in sys.path if each.startswith(sys.base_prefix)]
+sys.path[:] = [*{path}, *(each for each in standard if "site-packages" not in each)]
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in getattr(each, "__module__", "")]
+"""
 
 
 class RunFresh:
@@ -63,15 +68,17 @@ class RunFresh:
             leftovers.SERVERS.add(self._server.pid)
         assert self._server.stdin is not None
         assert self._server.stdout is not None
+        words = ["-c", _FORGET + ("" if path is None else _FIND.format(path=[*map(str, path)])) + program]
+        described = Program(
+            [*words, *arguments],
+            {**os.environ, "PYTHONPATH": str(_ROOT), **(environment or {})},
+            str(folder or _ROOT),
+            session=False,
+            group=-1,
+            numbers=[0, 1, 2],
+        )
         with tempfile.TemporaryDirectory() as output:
-            request = {
-                "program": program,
-                "arguments": arguments,
-                "folder": str(folder or _ROOT),
-                "path": None if path is None else [str(each) for each in path],
-                "environment": {**os.environ, **(environment or {})},
-                "output": output,
-            }
+            request = {"program": asdict(described), "output": output}
             print(json.dumps(request), file=self._server.stdin, flush=True)
             status = int(self._server.stdout.readline())
             said = [Path(output, name).read_text() for name in ("out", "err")]
@@ -94,56 +101,13 @@ def run_fresh() -> Iterator[RunFresh]:
 
 def serve() -> None:
     """Fork a program for each line of the standard input, one after the other; print how it has ended."""
-    gc.freeze()
     for line in sys.stdin:
+        request = json.loads(line)
+        places = [os.path.join(request["output"], name) for name in ("in", "out", "err")]
+        descriptors = [os.open(place, os.O_RDWR | os.O_CREAT) for place in places]
         pid = os.fork()
         if pid == 0:
-            _become(json.loads(line))
+            interpreters.run(Program(**request["program"]), descriptors)
+        for each in descriptors:
+            os.close(each)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-def _become(request: Mapping[str, Any]) -> NoReturn:
-    status = 1
-    try:
-        output, folder = Path(request["output"]), Path(request["folder"])
-        for number, name in enumerate((os.devnull, "out", "err")):
-            os.dup2(os.open(output / name, os.O_RDWR | os.O_CREAT), number)
-        os.closerange(3, 64)
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(request["environment"])
-        tempfile.tempdir = None
-        _set_path(folder, request["path"])
-        status = _run(request["program"], request["arguments"])
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            threading._shutdown()  # type: ignore[attr-defined]  # as at the end of a program
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-        os._exit(status)
-
-
-def _set_path(folder: Path, path: Sequence[str] | None) -> None:
-    """What was imported to serve is forgotten, and found anew or not."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "farcall_guard")]:
-        del sys.modules[name]
-    if path is None:
-        sys.path[:] = [str(folder), *filter(None, sys.path)]
-    else:
-        standard = [each for each in sys.path if each.startswith(sys.base_prefix)]
-        sys.path[:] = [*path, *(each for each in standard if "site-packages" not in each)]
-        found = [each for each in sys.meta_path if "editable" not in getattr(each, "__module__", "")]
-        sys.meta_path[:] = found
-    importlib.invalidate_caches()
-
-
-def _run(program: str, arguments: Sequence[str]) -> int:
-    sys.argv[:] = ["-c", *arguments]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        exec(compile(program, "<string>", "exec"), vars(main))
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0

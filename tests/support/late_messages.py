@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from rpc.testing.faults import _AgentSender
+from rpc.runtime.current import current_agent
 
 __all__ = ["holding_late_messages"]
 
@@ -15,10 +15,11 @@ __all__ = ["holding_late_messages"]
 @contextmanager
 def holding_late_messages() -> Iterator[list[Callable[[], object]]]:
     """Holds what ``rpc.testing.faults`` delays here meanwhile; yields what sends each of them, in order."""
+    mailbox = current_agent().mailbox
     held: list[Callable[[], object]] = []
 
-    def later(sender: _AgentSender, seconds: float, function: Callable[[], object]) -> None:
-        held.append(functools.partial(sender._agent.mailbox.call, function))
+    def later(seconds: float, function: Callable[[], object]) -> None:
+        held.append(functools.partial(mailbox.call, function))
 
-    with mock.patch.object(_AgentSender, "later", later):
+    with mock.patch.object(mailbox, "later", later):
         yield held

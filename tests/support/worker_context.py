@@ -20,9 +20,6 @@ import cloudpickle
 
 from tests.support import backend, default_device
 
-_FIRST_NOTICE_SECONDS = 20.0
-"""Time after which the log tells of a wait: a slow start adds no line to the logs that tests compare."""
-
 
 @dataclass(frozen=True)
 class WorkerSpec:
@@ -138,8 +135,6 @@ def worker_main(descriptor: int) -> int:
     backend.make_default()
     default_device.make_default(spec.rank)
     seed(spec.rank)
-    if notices := sys.modules.get("rpc.runtime.notices"):
-        vars(notices)["FIRST_SECONDS"] = _FIRST_NOTICE_SECONDS
     try:
         function: Callable[..., Any]
         function, args, kwargs = cloudpickle.loads(task)

@@ -136,6 +136,10 @@ class WorkerProcess:
         lines = self.log.read_text(errors="replace").splitlines()
         return "".join(f"  | {line}\n" for line in lines[-_LOG_LINES:])
 
+    def log_lines(self) -> list[str]:
+        """The lines that the worker has printed, without those about long waits, as a loaded machine has."""
+        return [line for line in self.log.read_text().splitlines() if " has waited " not in line]
+
     @property
     def channel(self) -> Connection[Any, Any]:
         """The connection that :class:`Workers` reads."""

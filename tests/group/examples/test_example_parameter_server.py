@@ -18,7 +18,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import leftovers
+from tests.support.ports import reserved_port
 from tests.support.workers import RunWorkers, Worker
+
+__all__ = ["reserved_port"]
 
 pytestmark = pytest.mark.processes
 
@@ -156,21 +159,15 @@ def test_ctrl_c_ends_it_quietly_and_its_workers_with_it(send: Callable[[int, int
     assert "Traceback" not in errors
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def by_hand(rank: int, port: int, *arguments: str) -> tuple[str, ...]:
     group = ("--world-size", "3", "--master-addr", "127.0.0.1", "--master-port", str(port))
     return ("--rank", str(rank), *group, *arguments)
 
 
 @pytest.mark.nightly
-def test_one_process_per_worker_by_hand() -> None:
-    port = free_port()
+def test_one_process_per_worker_by_hand(reserved_port: int) -> None:
     with contextlib.ExitStack() as stack:
-        server, *trainers = [stack.enter_context(demo(*by_hand(rank, port))) for rank in range(3)]
+        server, *trainers = [stack.enter_context(demo(*by_hand(rank, reserved_port))) for rank in range(3)]
         output, errors = server.finish()
         assert (server.process.returncode, errors) == (0, "")
         assert [trainer.finish() for trainer in trainers] == [("", "")] * 2
@@ -180,10 +177,9 @@ def test_one_process_per_worker_by_hand() -> None:
 
 
 @pytest.mark.nightly
-def test_by_hand_the_others_name_a_worker_that_was_killed() -> None:
-    port = free_port()
+def test_by_hand_the_others_name_a_worker_that_was_killed(reserved_port: int) -> None:
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(demo(*by_hand(rank, port, *FOREVER))) for rank in range(3)]
+        workers = [stack.enter_context(demo(*by_hand(rank, reserved_port, *FOREVER))) for rank in range(3)]
         workers[0].wait_until_training()
         workers[2].process.kill()
         (_, server_errors), (_, trainer_errors) = workers[0].finish(), workers[1].finish()

@@ -81,17 +81,3 @@ def test_slow_reverse_look_ups_are_waited_for_and_told(named: Named, launchers: 
     assert "the name server takes 3 s to say which host has an address" in launcher.said
     assert "is taken by" not in launcher.said
     assert "frame #" not in launcher.said
-
-
-@pytest.mark.parametrize("named", [0.0], indirect=True)
-def test_a_name_that_means_loopback_is_named_when_nobody_comes(named: Named, launchers: Launchers) -> None:
-    named.zone.write_text("127.0.1.1 head.train\n")
-    launcher = launchers(
-        PROGRAM,
-        "-n 1 --nnodes 2 --rdzv head.train:29500 --timeout 4",
-        within=named.within,
-        FARCALL_TOKEN="a token of the test's",
-    )
-    assert launcher.end() == 1
-    assert "not all 2 launchers have come to head.train:29500 within 4 s" in launcher.lines[-1]
-    assert "Here head.train means 127.0.1.1" in launcher.lines[-1]

@@ -95,14 +95,15 @@ def test_hang_is_explained_while_it_lasts_and_when_all_are_dead(launchers: Launc
     launcher.wait_for("joined", 2)
     job = hanging_job(folder)
     name = job["job"]
-    said = ask(folder, "why", "--job", name)
+    while not is_cycle(said := ask(folder, "why", "--job", name)):
+        pass  # a worker that gets no core has not looked at its threads lately
     assert re.match(rf"job {name} · 2 workers · nothing has moved for \d+ s\n", said)
-    assert is_cycle(said), said
     assert max(map(len, said.splitlines())) <= 80
 
     listed = ask(folder, "ps", "--job", name)
     assert re.search(r"worker0  +0 .* waits .*\nworker1  +1 .* waits .*", listed), listed
-    assert "block  program.py:7" in ask(folder, "stacks", "--job", name, "worker0")
+    while "block  program.py:7" not in ask(folder, "stacks", "--job", name, "worker0"):
+        pass  # one that gets no core is not asked for its stacks
     assert ask(folder, "logs", "--job", name, "1").splitlines() == ["worker1  joined"]
 
     launcher.send(signal.SIGQUIT)

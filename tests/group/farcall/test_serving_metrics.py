@@ -80,20 +80,6 @@ def test_idle_connections_take_no_threads_and_the_oldest_are_closed(serve: Serve
         assert "farcall_calls" in scrape(server)
 
 
-def test_connections_that_do_not_begin_tls_count_as_well(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("farcall.scraping._SECONDS", 10 * SOON)
-    tls = Authority(tmp_path).issue(host=BEYOND)
-    served = {"tls": tls, "client_certificates": False, "tokens": TOKEN}
-    server = serve({"scale": Scale()}, metrics_port=0, metrics_host=BEYOND, **served)
-    with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(connected(server, BEYOND)) for _ in range(100)]
-        assert all(each.recv(1) == b"" for each in idle[:80])
-        context = ssl.create_default_context(cafile=tls.ca)
-        assert "farcall_calls" in scrape(server, BEYOND, token=TOKEN, tls=context)
-
-
 def test_a_request_that_does_not_come_in_time_is_not_waited_for(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

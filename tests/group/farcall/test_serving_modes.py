@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 
 from farcall.serving import Limits
 from tests.support.gateway import Connect, Serve
@@ -57,25 +55,3 @@ def test_what_a_served_function_leaves_is_in_force_in_no_other_call(
         client.call(leaver)
     assert client.call("look") == DEFAULTS
     assert client.call("look_in_a_coroutine") == DEFAULTS
-
-
-def test_a_coroutine_that_awaits_inside_a_mode_changes_no_other(serve: Serve, connect: Connect) -> None:
-    inside, over = asyncio.Event(), asyncio.Event()
-
-    async def evaluate() -> bool:
-        with torch.no_grad():
-            inside.set()
-            await over.wait()
-            return torch.is_grad_enabled()
-
-    async def train() -> bool:
-        await inside.wait()
-        over.set()
-        return torch.is_grad_enabled()
-
-    server = serve({"evaluate": evaluate, "train": train})
-    client = connect(server)
-    with ThreadPoolExecutor(1) as thread:
-        evaluating = thread.submit(client.call, "evaluate")
-        assert client.call("train") is True
-        assert evaluating.result() is False

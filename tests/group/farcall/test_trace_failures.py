@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -136,18 +135,3 @@ def leave_no_room(worker: Worker) -> str:
 
 def test_a_programs_trace_that_cannot_be_written_does_not_hide_its_own_error(run_workers: RunWorkers) -> None:
     assert run_workers(leave_no_room, 2)[0] == "went on"
-
-
-@pytest.mark.nightly
-def test_sixteen_workers_are_traced_while_they_run(run_workers: RunWorkers, tmp_path: Path) -> None:
-    _, end = job_of(run_workers, tmp_path, 16)
-    try:
-        with command(tmp_path, seconds=2) as tracing:
-            said, errors = tracing.communicate(timeout=80)
-    finally:
-        end()
-    assert tracing.returncode == 0, errors
-    assert "16 of 16 workers" in said
-    trace = read_trace(tmp_path / "live.json")
-    assert len(trace.processes) == 16
-    assert json.loads((tmp_path / "live.json").read_text())["metadata"]["missing"] == []

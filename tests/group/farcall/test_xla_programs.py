@@ -17,77 +17,6 @@ _TIME_LIMIT = 300.0
 
 pytestmark = [pytest.mark.processes, pytest.mark.nightly, pytest.mark.timeout(_TIME_LIMIT + 20)]
 
-VISION = '''
-import itertools
-import numpy as np
-import torch
-from torch import nn
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.parallel_loader as pl
-import torch_xla.distributed.spmd as xs
-import torch_xla.utils.utils as xu
-from torch_xla import runtime as xr
-
-xr.use_spmd()
-torch.manual_seed(0)
-
-
-class Trainer:
-    """Of one device; a subclass says how batches are cut."""
-
-    batch, steps = 4, 12
-
-    def __init__(self):
-        self.device = torch_xla.device()
-        images, labels = torch.randn(self.batch, 3, 16, 16), torch.randint(5, (self.batch,))
-        self.loader = self.make_loader(xu.SampleGenerator((images, labels), 1000))
-        self.model = nn.Sequential(
-            nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(128, 5),
-        ).to(self.device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, weight_decay=1e-4)
-        self.step = torch_xla.compile(self.train_step, full_graph=True, name="train_step")
-        self.losses = []
-
-    def train_step(self, images, labels):
-        self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(images), labels)
-        loss.backward()
-        self.optimizer.step()
-        return loss
-
-    def tell(self, step, loss, tracker):
-        xm.master_print(f"step {step}: {loss}, {tracker.rate():.1f} images/s")
-        self.losses.append(loss.item())
-
-    def train(self):
-        tracker = xm.RateTracker()
-        self.model.train()
-        for step, (images, labels) in enumerate(itertools.islice(self.loader, self.steps)):
-            loss = self.step(images, labels)
-            tracker.add(self.batch)
-            if step % 4 == 0:
-                xm.add_step_closure(self.tell, args=(step, loss, tracker))
-        xm.wait_device_ops()
-
-
-class DataParallel(Trainer):
-    def __init__(self):
-        self.batch *= xr.global_runtime_device_count()
-        super().__init__()
-
-    def make_loader(self, samples):
-        n = xr.global_runtime_device_count()
-        self.mesh = xs.Mesh(np.arange(n), (n,), ("data",))
-        spec = xs.ShardingSpec(self.mesh, ("data", None, None, None))
-        return pl.MpDeviceLoader(samples, self.device, input_sharding=spec)
-
-
-trainer = DataParallel()
-trainer.train()
-assert len(trainer.losses) == 3 and trainer.losses[0] > trainer.losses[1] > trainer.losses[2]
-'''
 
 ONE_PROCESS = """
 import pytest
@@ -208,108 +137,6 @@ one, other = step(model, optimizer, there).item(), step(again, new, there).item(
 assert abs(one - other) < 1e-6, (one, other)
 """
 
-GUIDES = """
-import sys
-from types import SimpleNamespace
-import numpy as np
-import torch
-import torch.distributed.checkpoint as dist_cp
-from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.parallel_loader as pl
-import torch_xla.distributed.spmd as xs
-import torch_xla.experimental.distributed_checkpoint as xc
-import torch_xla.runtime as xr
-from torch_xla.distributed.fsdp import checkpoint_module
-from torch_xla.distributed.spmd import HybridMesh, Mesh
-from torch_xla.distributed.spmd.debugging import visualize_sharding, visualize_tensor_sharding
-from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
-
-xr.use_spmd()
-n = xr.global_runtime_device_count()
-device = xm.xla_device()
-
-# meshes, and tensors of other ranks than theirs
-mesh = Mesh(np.array(range(n)), (n, 1), ("data", "model"))
-assert list(mesh.shape().items()) == [("data", n), ("model", 1)]
-assert mesh.get_logical_mesh().tolist() == [[0], [1], [2], [3]]
-assert len(xr.global_runtime_device_attributes()) == n
-three, one = torch.randn(8, 8, 16).to(device), torch.randn(8).to(device)
-xs.mark_sharding(three, mesh, (None, "data", "model"))
-xs.mark_sharding(one, mesh, ("data",))
-xs.mark_sharding(one, mesh, (("data", "model"),))
-assert list(HybridMesh((1, n, 1), (1, 1, 1), ("data", "fsdp", "tensor")).shape().values()) == [1, n, 1]
-
-# tables, DTensor's interface, marks as operators
-square = Mesh(np.arange(n), (2, n // 2), ("x", "y"))
-t = torch.randn(8, 4, device="xla")
-xs.mark_sharding(t, square, ("x", "y"))
-assert visualize_tensor_sharding(t, use_color=False).row_count == 2
-assert visualize_sharding("{devices=[2,2]0,1,2,3}", use_color=False).row_count == 2
-cut = distribute_tensor(torch.randn(100, 88), init_device_mesh("xla", mesh_shape=(n,)), [Shard(0)])
-assert cut.sharding_spec == "{devices=[4,1]0,1,2,3}"
-
-
-@torch.compile(backend="openxla")
-def activation(layer, x):
-    output = layer(x)
-    torch.ops.xla.dynamo_mark_sharding(
-        output, list(range(n)), [n // 2, 2], "('data', 'model')", "('data', 'model')"
-    )
-    return output
-
-
-layer = nn.Linear(4, 6).to(device)
-assert activation(layer, t).sharding_spec == "{devices=[2,2]0,1,2,3}"
-
-# loaders
-batches = [{"x": torch.randn(8, 3, 4, 4), "y": torch.randn(8, 2)}]
-specs = {"x": xs.ShardingSpec(mesh, ("data", None, None, None)), "y": xs.ShardingSpec(mesh, ("data", None))}
-(batch,) = pl.MpDeviceLoader(batches, device, input_sharding=specs)
-assert "devices=[4,1,1,1]" in batch["x"].sharding_spec
-
-
-# FSDPv2 with an output of the user's kind
-class Scores(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 5)
-
-    def forward(self, x):
-        return SimpleNamespace(logits=self.layer(x))
-
-
-def shard_output(output, mesh):
-    xs.mark_sharding(output.logits, mesh, ("fsdp", None, None))
-
-
-wide = Mesh(np.array(range(n)), (n, 1), ("fsdp", "model"))
-model = FSDPv2(Scores(), wide, shard_output)
-optim = torch.optim.Adam(model.parameters(), lr=0.0001)
-x = torch.randn(8, 3, 6).to(device)
-x = xs.mark_sharding(x, wide, ("fsdp", None, None))
-logits = model(x).logits
-assert "devices=[4,1,1]" in logits.sharding_spec
-logits.sum().backward()
-optim.step()
-again = FSDPv2(checkpoint_module(nn.Linear(6, 5)), wide)
-again(torch.randn(8, 6).to(device).requires_grad_()).sum().backward()
-
-# checkpoints, without a process group
-state = {"model": model.state_dict(), "optim": optim.state_dict()}
-dist_cp.save(
-    state_dict=state, storage_writer=dist_cp.FileSystemWriter(sys.argv[1]), planner=xc.SPMDSavePlanner()
-)
-other = FSDPv2(Scores(), wide, shard_output)
-state = {"model": other.state_dict()}
-dist_cp.load(
-    state_dict=state, storage_reader=dist_cp.FileSystemReader(sys.argv[1]), planner=xc.SPMDLoadPlanner()
-)
-other.load_state_dict(state["model"])
-assert torch.equal(other(x).logits.cpu(), model(x).logits.cpu())
-"""
 
 LLAMA = """
 import functools
@@ -476,14 +303,6 @@ def run(tmp_path: Path, program: str, *options: str) -> None:
 
 def test_a_program_for_several_processes_runs_as_one(tmp_path: Path) -> None:
     run(tmp_path, ONE_PROCESS)
-
-
-def test_the_steps_of_the_guides_run(tmp_path: Path) -> None:
-    run(tmp_path, GUIDES)
-
-
-def test_a_vision_model_is_trained_data_parallel(tmp_path: Path) -> None:
-    run(tmp_path, VISION)
 
 
 def test_a_language_model_is_trained_saved_and_restored_with_fsdp(tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from dist_autograd.backward_messages import ABORT, GRADIENTS, MARK, WHOLE_PART
+from dist_autograd.backward_messages import ABORT, MARK, WHOLE_PART
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models
-from dist_autograd.worker_pass import WorkerPass
 from rpc.errors import AutogradError
 from rpc.group.peer import Peer
 from rpc.wire.frames import Frame
@@ -107,31 +106,9 @@ def test_a_part_that_arrives_after_a_mark_and_its_abort_is_refused() -> None:
     assert "no gradient today" in str(worker.failures[0])
 
 
-def test_a_part_is_refused_if_gradients_for_it_could_not_be_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Participating()
-    worker.receive(MARK, asked())
-
-    def lack_memory(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(WorkerPass, "arrived", lack_memory)
-    with pytest.raises(MemoryError):
-        worker.receive(GRADIENTS, {"gradients": [ROOT, NUMBER, 1]})
-    worker.receive(WHOLE_PART, asked())
-    assert len(worker.backwards) == worker.open == 0
-    assert "could not be taken in: MemoryError" in str(worker.failures[0])
-
-
 @pytest.mark.parametrize("kind", [MARK, WHOLE_PART])
 def test_no_pass_is_left_open_if_its_context_ends_while_it_is_entered(kind: int) -> None:
     worker = Participating()
     worker.on_find = lambda: end(worker.context)  # as another thread does
     worker.receive(kind, asked())
     assert len(worker.backwards) == worker.open == 0
-
-
-def test_many_failures_are_not_remembered_for_ever() -> None:
-    worker = Participating()
-    for number in range(5000):
-        worker.receive(ABORT, {"abort": [number, ""]})
-    assert len(worker.backwards._failed) == 4096

@@ -15,7 +15,7 @@ import torch
 
 import rpc
 from rpc import generators
-from rpc.errors import RemoteError, RpcTimeoutError
+from rpc.errors import RemoteError
 from rpc.group.membership import WorkerReference
 from rpc.group.workers import WorkerInfo
 from rpc.runtime.current import clear_current_agent, set_current_agent
@@ -132,19 +132,6 @@ def test_the_error_that_ends_iterations_does_not_end_this_one() -> None:
             asyncio.run(anext(stream(Stops, StopAsyncIteration, look_ahead=look_ahead)))
 
 
-def test_an_answer_that_comes_at_the_last_moment_is_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = stream(of, 1, 2, look_ahead=0, timeout=SOON)
-    assert next(values) == 1
-    wait = rpc.Future.wait
-
-    def too_late(future: rpc.Future[Any], timeout: float | None = None) -> Any:
-        wait(future, SOON)
-        raise RpcTimeoutError("the answer came in the meantime")
-
-    monkeypatch.setattr(rpc.Future, "wait", too_late)
-    assert list(values) == [2]
-
-
 def test_a_stream_that_another_thread_closes_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     values = stream(of, 1, 2, look_ahead=0)
     step = values._source.next
@@ -225,23 +212,6 @@ class CleansUp:
                 self.ended.set()
 
 
-def test_a_second_close_does_not_cancel_the_cleanup_of_the_first(agent: LocalAgent) -> None:
-    generator = CleansUp()
-    values = stream(generator.values)
-    assert next(values) == 1
-    key = values._source._key
-    values.close()
-    assert generator.cleaning.wait(SOON)
-    generators.close_stream(key)
-    agent.coroutines.call(int)  # the loop has done what closing has left to it
-    agent.coroutines.call(int)
-    assert generator.loop is not None
-    assert generator.go_on is not None
-    generator.loop.call_soon_threadsafe(generator.go_on.set)
-    assert generator.ended.wait(SOON)
-    assert generator.outcome == ["cleaned up"]
-
-
 def test_a_dropped_stream_is_closed_on_any_backend() -> None:
     generator = CleansUp()
     values = stream(generator.values)
@@ -312,46 +282,3 @@ def test_keys_cannot_be_guessed() -> None:
     keys = [stream(of)._source._key[1] for _ in range(3)]
     assert len(set(keys)) == 3
     assert max(keys) > 1 << 32, "a counter would be small"
-
-
-class Slow:
-    """A stream that does not close in time, on a clock of the test's own."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def close(self) -> None: ...
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def test_a_worker_that_ends_waits_once_for_all_its_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow: Any = Slow()
-    monkeypatch.setattr(generators, "monotonic", lambda: slow.now, raising=False)
-    streams = generators._Streams(None)
-    streams._open |= {(1, 1): slow, (1, 2): slow, (1, 3): slow}
-    streams._end()
-    assert slow.now == generators._END_SECONDS
-
-
-def test_a_worker_that_ends_waits_for_generators_that_are_being_closed() -> None:
-    cleaning, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def plain() -> Iterator[int]:
-        try:
-            yield 1
-        finally:
-            cleaning.set()
-            go_on.wait(SOON)
-            generators._streams()._end()  # waits for all but the thread that it is called on
-            ended.set()
-
-    values = stream(plain, look_ahead=0)
-    assert next(values) == 1
-    values.close()
-    assert cleaning.wait(SOON)
-    assert len(generators._streams()._open) == 1
-    go_on.set()
-    assert ended.wait(SOON)
-    until(lambda: not generators._streams()._open)

@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.checkpoint.default_planner import (
-    create_default_global_save_plan,
-    create_default_local_save_plan,
-)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
@@ -71,52 +66,6 @@ def test_a_save_has_an_item_for_each_shard_and_one_for_what_is_whole(on_cpu: boo
     shards = model.fc1.weight.local_shards
     for item in ours:
         assert planner.resolve_data(item).equal(shards[item.index.index].data)
-
-
-@driven
-def test_shards_of_uneven_sizes_move_between_dimensions() -> None:
-    x = theirs()
-    one, other = nn.Linear(127, 63).to("xla"), nn.Linear(127, 63).to("xla")
-    mesh = x.xs.Mesh(range(WORKERS), (WORKERS,))
-    x.xs.mark_sharding(one.weight, mesh, (0, None))
-    x.xs.mark_sharding(other.weight, mesh, (None, 0))
-    with tempfile.TemporaryDirectory() as path:
-        writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
-        save_checkpoint(
-            one.state_dict(), storage_writer=writer, planner=lent().SPMDSavePlanner(), no_dist=True
-        )
-        state = other.state_dict()
-        planner = lent().SPMDLoadPlanner()
-        load_checkpoint(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
-    assert other.weight.detach().cpu().equal(one.weight.detach().cpu())
-
-
-@driven
-def test_a_load_changes_a_tensor_when_all_of_it_has_come() -> None:
-    model = sharded(1, WORKERS)
-    plan = create_default_local_save_plan(SimpleLinear().state_dict(), True)
-    _, metadata = create_default_global_save_plan([plan])
-    planner = lent().SPMDLoadPlanner()
-    planner.set_up_planner(model.state_dict(), metadata, True)
-    assert (set(planner.sharded_state_dict), set(planner.unsharded_state_dict)) == (CUT, WHOLE)
-    items = [item for item in planner.create_local_plan().items if item.dest_index.fqn == "fc1.weight"]
-    assert len(items) == WORKERS
-    before = model.fc1.weight.detach().cpu()
-    for item in items:
-        assert model.fc1.weight.detach().cpu().equal(before)
-        planner.commit_tensor(item, planner.resolve_tensor(item).fill_(2.0))
-    assert model.fc1.weight.detach().cpu().equal(torch.full((64, 128), 2.0))
-
-
-@driven
-def test_a_state_dict_on_the_cpu_has_shards_only_of_what_is_cut() -> None:
-    helpers = lent("._helpers")
-    state = {"model": sharded(1, WORKERS).state_dict()}
-    copied = helpers._sharded_cpu_state_dict(state)["model"]
-    for name, each in copied.items():
-        assert isinstance(each, helpers._CpuShards) == (name in CUT)
-        assert helpers._is_sharded_tensor(state["model"][name]) == (name in CUT)
-        assert name in CUT or each.device.type == "cpu"
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])

@@ -65,39 +65,6 @@ def test_a_policy_wraps_children_by_this_class_or_by_a_function() -> None:
 
 
 @driven
-def test_the_mesh_is_given_or_global_and_must_have_the_axes() -> None:
-    x = theirs()
-    x.xs.set_global_mesh(None)
-    with pytest.raises(ValueError, match="No mesh is provided and no global mesh is set"):
-        fsdp()(SimpleLinear())
-    mesh = mesh_of(2, WORKERS // 2, 1, names=("data", "fsdp", "tensor"))
-    x.xs.set_global_mesh(mesh)
-    model = fsdp()(SimpleLinear())
-    assert model._mesh is mesh
-    assert next(iter(model._orig_module.parameters())).device == x.xm.xla_device()
-    with pytest.raises(ValueError, match="The provided ddp axis is not in the mesh"):
-        fsdp()(SimpleLinear(), extra_data_axis="ddp")
-    with pytest.raises(ValueError, match="must have an axis named 'fsdp'"):
-        fsdp()(SimpleLinear(), mesh=mesh_of(WORKERS, names=("data",)))
-
-
-@driven
-def test_a_second_axis_cuts_the_batch_too() -> None:
-    x = theirs()
-    alone = SimpleLinear().to("xla")
-    mesh = mesh_of(2, WORKERS // 2, 1, names=("data", "fsdp", "tensor"))
-    model = fsdp()(copy.deepcopy(alone), mesh=mesh, extra_data_axis="data")
-    halves = "{devices=[1,2,2]0,2,1,3 last_tile_dim_replicate}"
-    assert said(model.fc1.weight) == said(model.fc2.weight) == halves
-    data = torch.randn(16, 128).to("xla")
-    given = copy.deepcopy(data)
-    x.xs.mark_sharding(given, mesh, (("data", "fsdp"), None))
-    output = model(given)
-    assert said(given) == said(output) == ROWS
-    torch.testing.assert_close(output.cpu(), alone(data).cpu())
-
-
-@driven
 def test_layers_whose_sizes_workers_cannot_share_evenly() -> None:
     x = theirs()
     x.xs.set_global_mesh(x.xs.get_1d_mesh("fsdp"))

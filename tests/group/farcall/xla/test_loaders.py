@@ -43,16 +43,6 @@ def test_one_spec_cuts_what_has_its_rank(rows: int) -> None:
 
 
 @driven
-def test_each_entry_has_a_spec_of_its_own_or_all_have_one() -> None:
-    batch = {"x": torch.randn(16, 128), "y": torch.randn(16, 12, 8)}
-    cut = first(batch, {"x": spec("data", None), "y": spec("data", None, None)})
-    assert said(cut["x"]) == ROWS
-    assert said(cut["y"]) == f"{{devices=[4,1,1]{IN_ORDER}}}"
-    cut = first({"x": torch.randn(16, 128), "y": torch.randn(16, 8)}, spec("data", None))
-    assert said(cut["x"]) == said(cut["y"]) == ROWS
-
-
-@driven
 def test_a_loader_of_the_program_needs_no_length() -> None:
     x = theirs()
     batches = iter([torch.randn(16, 8)])
@@ -60,24 +50,6 @@ def test_a_loader_of_the_program_needs_no_length() -> None:
     assert said(next(loader)) == ROWS
     with pytest.raises(StopIteration):
         next(loader)
-
-
-@driven
-def test_without_a_spec_all_workers_have_all() -> None:
-    batch = first({"x": torch.randn(16, 8), "y": torch.randn(16, 2, 2)}, None)
-    total = batch["x"].sum() + batch["y"].sum()
-    theirs().torch_xla.sync()
-    assert said(batch["x"]) == said(batch["y"]) == said(total) == "{replicated}"
-
-
-@driven
-def test_what_does_not_fit_is_raised_where_the_batch_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="should be a dict when input sharding is a dict"):
-        first(torch.randn(16, 128), {"x": spec("data", None)})
-    with pytest.raises(KeyError, match="missing from input_sharding"):
-        first({"x": torch.randn(16, 8), "y": torch.randn(16, 8)}, {"x": spec("data", None)})
-    with pytest.raises(RuntimeError, match="per-host batch size must be divisible by local runtime device"):
-        first(torch.zeros(WORKERS - 1, 3), spec("data", None, minibatch=True))
 
 
 @driven

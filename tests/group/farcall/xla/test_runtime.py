@@ -76,28 +76,6 @@ def test_groups_of_the_backend_xla_are_refused() -> None:
 
 
 @driven
-def test_what_is_not_marked_computes_as_on_any_device() -> None:
-    theirs()
-    a = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8]], device="xla")
-    b = torch.tensor([[8.0, 7, 6, 5, 4, 3, 2, 1]], device="xla")
-    assert (a + b).tolist()[0] == [9.0] * 8
-    ones = torch.arange(9, dtype=torch.float, device="xla")
-    assert (ones + ones).tolist() == list(range(0, 18, 2))
-
-
-@driven
-def test_what_is_marked_equals_what_is_not() -> None:
-    x = theirs()
-    t = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8]], device="xla")
-    x.xs.mark_sharding(t, mesh_of(1, WORKERS), (0, 1))
-    assert torch.allclose(t + 0, torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8], device="xla"))
-    other = torch.randn(2, 2)
-    cut = x.xs.mark_sharding(other.to("xla"), mesh_of(1, WORKERS), (0, 1))
-    assert (cut + other.to("xla")).cpu().equal(other + other)
-    assert x.xs.mark_sharding(cut + cut, mesh_of(WORKERS, 1), (0, 1)).cpu().equal(other + other)
-
-
-@driven
 def test_lower_precision_is_asked_for_by_device() -> None:
     theirs()
     amp: Any = importlib.import_module("torch_xla.amp")

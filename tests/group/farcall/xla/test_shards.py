@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import pad
 
 from tests.group.farcall.xla.names import mesh_of, said, theirs
 from tests.group.spmd.driven import WORKERS, driven
@@ -22,38 +20,6 @@ def cut(whole: torch.Tensor, shape: tuple[int, ...], spec: Any) -> Any:
 # ---- shards
 
 
-@pytest.mark.parametrize("size", [WORKERS, WORKERS + 1, 2])
-@driven
-def test_each_worker_has_a_shard_with_its_place_and_padding(size: int) -> None:
-    whole = torch.arange(float(size))
-    length = math.ceil(size / WORKERS)
-    shards = cut(whole, (WORKERS,), (0,)).local_shards
-    assert len(shards) == WORKERS
-    for number, shard in enumerate(shards):
-        begin, end = min(number * length, size), min((number + 1) * length, size)
-        assert isinstance(shard, theirs().xs.XLAShard)
-        assert shard.data.device.type == "cpu"
-        assert shard.indices == [slice(begin, end, 1)]
-        assert shard.data.equal(pad(whole[begin:end], (0, length - end + begin)))
-        assert shard.unpadded_data.equal(whole[shard.indices])
-        assert shard.replica_id == 0
-
-
-@driven
-def test_replicas_have_numbers() -> None:
-    whole = torch.arange(256.0).reshape(16, 16)
-    for number, shard in enumerate(cut(whole, (2, 2), (None, 1)).local_shards):
-        begin = number % 2 * 8
-        assert shard.indices == [slice(0, 16, 1), slice(begin, begin + 8, 1)]
-        assert shard.data.equal(whole[shard.indices])
-        assert shard.replica_id == number // 2
-    for number, shard in enumerate(cut(whole, (2, 2), (None, None)).local_shards):
-        assert shard.indices is ...
-        assert shard.data.equal(whole)
-        assert shard.unpadded_data.equal(whole)
-        assert shard.replica_id == number
-
-
 @driven
 def test_a_scalar_is_replicated() -> None:
     x = theirs()
@@ -63,26 +29,6 @@ def test_a_scalar_is_replicated() -> None:
     assert marked.sharding_type == x.xs.ShardingType.REPLICATED
     assert [shard.replica_id for shard in marked.local_shards] == list(range(WORKERS))
     assert all(shard.indices is ... and shard.data.item() == 1.0 for shard in marked.local_shards)
-
-
-@driven
-def test_shards_can_be_loaded_back() -> None:
-    whole = torch.arange(4.0) + 1
-    t = cut(whole, (WORKERS,), (0,))
-    shards = t.local_shards
-    for shard in shards:
-        shard.data *= -1
-    t.load_local_shards_(shards)
-    assert t.cpu().equal(-whole)
-    with pytest.raises(RuntimeError):
-        t.load_local_shards_(shards[:-1])
-    for shard in shards:
-        shard.data = torch.randn(2)
-    with pytest.raises(RuntimeError):
-        t.load_local_shards_(shards)
-    replicated = cut(whole, (WORKERS,), (None,))
-    with pytest.raises(RuntimeError):
-        replicated.load_local_shards_(replicated.local_shards)
 
 
 # ---- tensors made from parts

@@ -65,18 +65,6 @@ def test_losses_are_those_of_one_process(way: str) -> None:
 
 
 @driven
-def test_a_linear_layer_may_be_theirs_and_gradients_may_have_a_barrier() -> None:
-    x = theirs()
-    model: Any = SimpleLinear().to("xla")
-    x.xs.apply_xla_patch_to_nn_linear(model, x.xs.xla_patched_nn_linear_forward)
-    x.xs.xla_sharding.apply_backward_optimization_barrier(model.fc2)
-    data = torch.randn(2, 128)
-    torch.autograd.backward(model(data.to("xla")).sum())
-    hidden = torch.relu(data @ model.fc1.weight.detach().cpu().T + model.fc1.bias.detach().cpu())
-    torch.testing.assert_close(model.fc2.weight.grad.cpu(), hidden.sum(0, keepdim=True))
-
-
-@driven
 def test_their_linear_function_has_the_gradients_of_pytorchs() -> None:
     x = theirs()
     given = [torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)]
@@ -88,34 +76,6 @@ def test_their_linear_function_has_the_gradients_of_pytorchs() -> None:
         found.append([output.detach().cpu(), *(each.grad.cpu() for each in leaves if each.grad is not None)])
     torch.testing.assert_close(*found)
     assert len(found[0]) == 4
-
-
-@driven
-def test_activations_are_computed_again() -> None:
-    theirs()
-    checkpoint = importlib.import_module("torch_xla.utils.checkpoint").checkpoint
-    model: Any = SimpleLinear().to("xla")
-    data = torch.randn(2, 128).to("xla").requires_grad_()
-    torch.autograd.backward(checkpoint(model, data).sum())
-    again, model.fc1.weight.grad = model.fc1.weight.grad, None
-    torch.autograd.backward(model(data).sum())
-    assert model.fc1.weight.grad.cpu().equal(again.cpu())
-
-
-@driven
-def test_layer_by_layer_activations_are_computed_again() -> None:
-    x = theirs()
-    checkpoint = importlib.import_module("torch_xla.utils.checkpoint").checkpoint
-    alone = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    model: Any = copy.deepcopy(alone).to("xla")
-    x.xs.mark_sharding(model[0].weight, mesh_of(WORKERS, 1), (0, 1))
-    data = torch.randn(8, 8)
-    there = model[0](x.xs.mark_sharding(data.to("xla"), mesh_of(WORKERS, 1), (0, 1)))
-    for layer in model[1:]:
-        there = checkpoint(layer, there)
-    torch.autograd.backward(there.sum())
-    torch.autograd.backward(alone(data).sum())
-    torch.testing.assert_close(model[0].weight.grad.cpu(), alone[0].weight.grad)
 
 
 @driven
@@ -134,24 +94,6 @@ def test_layers_are_wrapped_to_compute_their_activations_again() -> None:
     torch.autograd.backward(alone(data).sum())
     for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.cpu(), its.grad)
-
-
-@driven
-def test_an_inputs_gradient_goes_through_marks_inside_of_the_model() -> None:
-    x = theirs()
-    mesh = mesh_of(WORKERS, 1, names=("data", "tensor"))
-    data = torch.rand(16, 8, requires_grad=True)
-    weights = [torch.randn(32, 8) for _ in range(2)]
-    here = torch.sigmoid(torch.sigmoid(data @ weights[0].T) @ weights[1])
-    (wanted,) = torch.autograd.grad(here.sum(), data)
-    up, down = (x.xs.mark_sharding(each.to("xla"), mesh, (1, 0)) for each in weights)
-    given = data.to("xla")
-    x.xs.mark_sharding(given, mesh, (0, 1))
-    hidden = x.xs.mark_sharding(torch.sigmoid(given @ up.T), mesh, (0, 1))
-    output = x.xs.mark_sharding(torch.sigmoid(hidden @ down), mesh, (0, 1))
-    (found,) = torch.autograd.grad(output.sum(), given)
-    torch.testing.assert_close(found.cpu(), wanted)
-    assert said(found) == f"{{devices=[4,1]{IN_ORDER}}}"
 
 
 @driven
@@ -198,16 +140,3 @@ def test_what_torch_compile_gives_computes_the_same() -> None:
         return output
 
     assert said(compiled(backend="openxla", fullgraph=True)(marked)(data)) == f"{{devices=[1,4]{IN_ORDER}}}"
-
-
-@driven
-def test_what_follows_from_marked_data_is_cut_to_the_loss() -> None:
-    x = theirs()
-    model: Any = SimpleLinear().to("xla")
-    data = torch.randn(8, 128).to("xla")
-    x.xs.mark_sharding(data, mesh_of(WORKERS, 1), (0, 1))
-    output = model(data)
-    assert said(output) == f"{{devices=[4,1]{IN_ORDER}}}"
-    torch.autograd.backward(output.sum())
-    x.torch_xla.sync()
-    assert said(model.fc1.weight.grad) == "{replicated}"

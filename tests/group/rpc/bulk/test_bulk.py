@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -170,34 +169,6 @@ def test_a_buffer_whose_post_is_cancelled_while_it_is_filled_is_the_caller_s_aga
 
 
 @in_standing(Worker.group, 2)
-def test_tags_are_independent_and_a_full_one_holds_up_no_other(worker: Worker) -> None:
-    """Far more is sent than the receiver keeps; the last tag is posted first."""
-    tags, count, size = (1, 2, (1 << 32) - 1), 5, WINDOW // 2
-    sent = [
-        bulk().send(other(worker), tag, numbers(size, tag % 100 + n).numpy())
-        for tag in tags
-        for n in range(count)
-    ]
-    buffer = torch.zeros(size, dtype=torch.uint8)
-    for tag in reversed(tags):
-        for n in range(count):
-            bulk().post(other(worker), tag, buffer.numpy()).wait(SOON)
-            assert torch.equal(buffer, numbers(size, tag % 100 + n))
-    for each in sent:
-        each.wait(SOON)
-
-
-@in_standing(Worker.group, 2)
-def test_many_small_messages_run_ahead_of_their_posts(worker: Worker) -> None:
-    sent = [bulk().send(other(worker), 0, n.to_bytes(8, "little")) for n in range(5_000)]
-    into = bytearray(8)
-    for n in range(5_000):
-        bulk().post(other(worker), 0, into).wait(SOON)
-        assert int.from_bytes(into, "little") == n
-    assert all(each.done() for each in sent)
-
-
-@in_standing(Worker.group, 2)
 def test_a_worker_can_send_to_itself(worker: Worker) -> None:
     me = current_agent().group.peers.find(f"worker{worker.rank}")
     for size in (8, 5 * MIB):
@@ -209,42 +180,7 @@ def test_a_worker_can_send_to_itself(worker: Worker) -> None:
         assert torch.equal(into, numbers(size))
 
 
-def note(seen: list[str], transfer: Transfer) -> None:
-    seen.append(transfer.what)
-
-
-@in_standing(Worker.group, 2)
-def test_several_threads_wait_and_callbacks_run_once(worker: Worker) -> None:
-    for size in (8, 5 * MIB):
-        into = torch.zeros(size, dtype=torch.uint8)
-        received = bulk().post(other(worker), 3, into.numpy())
-        seen: list[str] = []
-        received.on_done(functools.partial(note, seen))
-        threads = [threading.Thread(target=received.wait, args=(SOON,)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        bulk().send(other(worker), 3, numbers(size).numpy()).wait(SOON)
-        for thread in threads:
-            thread.join(SOON)
-        received.on_done(functools.partial(note, seen))
-        assert torch.equal(into, numbers(size))
-        until(functools.partial(lambda seen: len(seen) == 2, seen))
-        assert set(seen) == {f"a message from worker '{other(worker).name}' (tag 3)"}
-
-
 # ---- mistakes, time, and the ends of things
-
-
-@in_standing(Worker.group, 2)
-def test_a_message_of_another_size_is_an_error_and_the_next_one_fits(worker: Worker) -> None:
-    for size in (8, 5 * MIB):
-        bulk().send(other(worker), 3, numbers(size).numpy()).wait(SOON)
-        bulk().send(other(worker), 3, numbers(4).numpy()).wait(SOON)
-        with pytest.raises(RpcError, match=f"the message has {size} bytes, not 5"):
-            bulk().post(other(worker), 3, bytearray(5)).wait(SOON)
-        into = bytearray(4)
-        bulk().post(other(worker), 3, into).wait(SOON)
-        assert into == bytes(range(4))
 
 
 @in_worker0(max_message_bytes=MIB)
@@ -290,20 +226,6 @@ def test_ctrl_c_ends_a_wait_and_leaves_the_transfer_under_way() -> None:
     rpc.rpc_sync("worker1", send_back, args=(3, b"12345678"))
     posted.wait(SOON)
     assert into == b"12345678"
-
-
-@in_standing(Worker.group, 2)
-def test_a_message_that_waits_for_its_window_can_be_cancelled(worker: Worker) -> None:
-    first = bulk().send(other(worker), 3, numbers(2 * WINDOW).numpy())
-    waits = bulk().send(other(worker), 3, numbers(100).numpy())
-    last = bulk().send(other(worker), 3, numbers(8).numpy())
-    assert waits.cancel()
-    rpc.barrier()  # what the other one posts makes room in the window
-    for size, sent in ((2 * WINDOW, first), (8, last)):
-        into = torch.zeros(size, dtype=torch.uint8)
-        bulk().post(other(worker), 3, into.numpy()).wait(SOON)
-        assert torch.equal(into, numbers(size))
-        sent.wait(SOON)
 
 
 def wait_for_the_dead(worker: Worker) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import resource
 import socket
 import struct
-import sys
 from typing import Any
 
-import pytest
-
 import rpc
-from farcall.observe.installation import observer
 from rpc.bulk.shared_memory.packing import Message, pack
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import Kind
@@ -21,19 +16,15 @@ from rref.requests import CREATE, name_creation
 from tests.support import backend
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.orders import add_follower, ask, dismiss, start_followers
-from tests.support.serving import WAIT_SECONDS, open_gate, wait_at_gate
+from tests.support.serving import open_gate, wait_at_gate
 from tests.support.tracked import Tracked
-from tests.support.workers import TIME_LIMIT, RunWorkers, WorkerProcess, Workers
+from tests.support.workers import TIME_LIMIT, RunWorkers, Workers
 from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
 
 pytestmark = backend.over_sockets
 
 PREFIX = struct.Struct("<QQIIB3x")
 """Of a frame: body length, call id, header length, segment count, kind."""
-
-
-def log_lines(worker: WorkerProcess) -> list[str]:
-    return worker.log.read_text().splitlines()
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
@@ -112,11 +103,11 @@ def test_malformed_messages_close_that_connection_and_no_other(run_workers: RunW
     more = ask(workers[1], open_descriptors) - before  # the connection with worker0 may have got some
     assert len(more) < len(BROKEN) // 4
     dismiss(workers)
-    lines = log_lines(workers[1])
+    lines = workers[1].log_lines()
     for number, (line, (name, (_, text))) in enumerate(zip(lines, BROKEN.items(), strict=True)):
         said = rf"worker 'worker1': worker 'evil{number}' \(id {1000 + number}\) is gone: .*{text}"
         assert re.match(said, line), f"{name}: {line}"
-    assert log_lines(workers[0]) == []
+    assert workers[0].log_lines() == []
 
 
 def memory() -> int:
@@ -159,7 +150,7 @@ def test_calls_of_a_dead_worker_whose_references_never_arrive_end_with_it(run_wo
     at = ask(workers[1], target)
     ask(workers[0], call_with_references_that_never_arrive, at)
     dismiss(workers)
-    [lost] = log_lines(workers[1])  # what follows from it is not told
+    [lost] = workers[1].log_lines()  # what follows from it is not told
     assert "'evil1' (id 1001) is gone" in lost
 
 
@@ -258,96 +249,4 @@ def test_only_who_was_called_can_answer(run_workers: RunWorkers) -> None:
 # ---- a member that takes, and does not do its part
 
 
-def much() -> bytes:
-    return bytes(60_000)
-
-
-def take_and_acknowledge_nothing(at: Target) -> None:
-    call = b"".join(
-        current_agent().group.peers.own.codec.dump_call(much, (), {}, current_agent().group.peers.own).buffers
-    )
-    with Hostile(at) as peer:
-        peer.join(peer.newcomer(1))
-        for call_id in range(2000):
-            peer.say(frame(Kind.CALL, {}, [call], call_id))
-        while (heard := peer.hear()) is not None:
-            if heard.kind == Kind.ALIVE:
-                peer.say(frame(Kind.ALIVE, {}, (), 0))
-
-
-@pytest.mark.nightly
-def test_who_takes_and_never_acknowledges_is_lost_when_too_much_is_kept_for_it(
-    run_workers: RunWorkers,
-) -> None:
-    workers = start_followers(run_workers, 1, dynamic=True)
-    add_follower(workers, dynamic=True, lost_after=2, rpc_timeout=0, num_worker_threads=2)
-    at = ask(workers[1], target)
-    ask(workers[0], take_and_acknowledge_nothing, at)
-    assert ask(workers[1], work_on_each_other)
-    dismiss(workers)
-    assert re.search(
-        r"worker 'evil1' .* does not acknowledge what it gets: \d+ messages \(\d+ MiB\) are kept for it",
-        workers[1].log.read_text(),
-    )
-
-
-def ask_for_signs_and_read_none(at: Target) -> None:
-    with Hostile(at) as peer:
-        peer.join(peer.newcomer(1))
-        wanted = frame(Kind.ALIVE, {}, (), 0)
-        wanted = wanted[:25] + b"\1" + wanted[26:]
-        for _ in range(100):
-            peer.say(wanted * 3000)
-
-
-@pytest.mark.nightly
-def test_signs_of_life_for_who_reads_none_are_not_piled_up(run_workers: RunWorkers) -> None:
-    workers = start_group(run_workers)
-    at = ask(workers[1], target)
-    before = ask(workers[1], memory)
-    ask(workers[0], ask_for_signs_and_read_none, at)
-    assert ask(workers[1], memory) - before < 20
-    dismiss(workers)
-
-
 # ---- members that come and go
-
-
-def come_and_go(at: Target, begin: int, end: int) -> None:
-    call = b"".join(
-        current_agent().group.peers.own.codec.dump_call(int, (), {}, current_agent().group.peers.own).buffers
-    )
-    for number in range(begin, end):
-        with Hostile(at) as peer:
-            peer.join(peer.newcomer(number))
-            peer.say(frame(Kind.CALL, {}, [call]))
-            hear_reply(peer)
-            peer.say(frame(Kind.GOODBYE, {"reason": f"it has shut down, as number {number}"}))
-            peer.hear_all()
-
-
-def blocks() -> int:
-    """How many blocks of memory Python's objects take, without records that the observer has yet to write."""
-    found = observer()
-    assert found is not None
-    assert found.look_now(WAIT_SECONDS)
-    gc.collect()
-    return sys.getallocatedblocks()
-
-
-@pytest.mark.nightly
-def test_members_that_have_left_take_no_memory(run_workers: RunWorkers) -> None:
-    workers = start_group(run_workers, time_limit=200)
-    at = ask(workers[1], target)
-    ask(workers[0], come_and_go, at, 0, 300)
-    before = ask(workers[1], blocks)
-    ask(workers[0], come_and_go, at, 300, 1300)
-    # Of 1,000: the number of each that is gone, and once the tables that hold these.
-    assert ask(workers[1], blocks) - before < 6000
-    assert ask(workers[1], len_of_peers) < 150
-    assert ask(workers[1], work_on_each_other)
-    dismiss(workers)
-
-
-def len_of_peers() -> int:
-    return len(current_agent().group.peers.all())

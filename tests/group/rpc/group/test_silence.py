@@ -8,10 +8,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import itertools
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -153,26 +150,3 @@ def test_the_first_contact_may_find_a_stopped_worker(run_workers: RunWorkers, se
     workers[1].resume()
     workers[1].tell("leave")
     workers.results()
-
-
-LOADED_SECONDS = 30
-
-
-def wait_long(worker: Worker) -> bool:
-    with worker.group(rpc_timeout=0, lost_after=3):
-        if worker.rank == 0:
-            rpc.rpc_sync("worker1", time.sleep, args=(LOADED_SECONDS,))
-    return True
-
-
-@pytest.mark.nightly
-def test_nobody_is_lost_while_all_cores_have_twice_as_much_to_do(run_workers: RunWorkers) -> None:
-    busy = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))
-    ]
-    try:
-        assert run_workers(wait_long, 3, time_limit=150) == [True] * 3
-    finally:
-        for each in busy:
-            each.kill()
-            each.wait()

@@ -23,7 +23,7 @@ from tests.support import backend
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.serving import first_of, in_group, serve
 from tests.support.transfers import ACROSS, MIB
-from tests.support.workers import RunWorkers, Worker, WorkerProcess
+from tests.support.workers import RunWorkers, Worker
 
 pytestmark = backend.over_sockets
 
@@ -32,10 +32,6 @@ TOKEN = "a token that only the tests know"
 
 def my_name(*_: Any) -> str:
     return rpc.get_worker_info().name
-
-
-def log_lines(worker: WorkerProcess) -> list[str]:
-    return worker.log.read_text().splitlines()
 
 
 def memory() -> int:
@@ -81,7 +77,7 @@ def take_all_descriptors(_: Worker) -> str:
 def test_a_worker_out_of_descriptors_says_so_once_and_recovers(run_workers: RunWorkers) -> None:
     workers = run_workers.start([in_group(take_all_descriptors), serve])
     assert workers.results() == ["worker1", None]
-    warnings = [line for line in log_lines(workers[1]) if "cannot accept connections on unix:@" in line]
+    warnings = [line for line in workers[1].log_lines() if "cannot accept connections on unix:@" in line]
     assert len(warnings) == 1
     assert "Too many open files" in warnings[0]
 

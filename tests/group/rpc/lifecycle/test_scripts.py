@@ -113,7 +113,7 @@ def run_as_script(worker: Worker, script: str) -> int:
 
 def lines_of(workers: Workers) -> list[list[str]]:
     """What each of them has printed until it ended."""
-    return [worker.log.read_text().splitlines() for worker in workers]
+    return [worker.log_lines() for worker in workers]
 
 
 @pytest.mark.fresh_interpreter

@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import rpc
@@ -65,16 +64,6 @@ def fail_to_call(name: str) -> str:
     with pytest.raises(WorkerLostError, match=name) as caught:
         rpc.rpc_sync(name, int)
     return caught.value.reason
-
-
-def test_who_leaves_is_gone_for_the_others(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 3)
-    let_leave(workers[1])
-    for rank in (0, 2):
-        assert ask(workers[rank], fail_to_call, "worker1") == "it has shut down"
-        assert ask(workers[rank], present) == [("worker0", 0), ("worker2", 2)]
-        assert ask(workers[rank], call_all) == ["worker0", "worker2"]
-    dismiss(workers)
 
 
 def test_the_first_worker_leaves_and_the_others_go_on(run_workers: RunWorkers) -> None:
@@ -276,24 +265,6 @@ def test_a_killed_worker_comes_back_under_its_name(run_workers: RunWorkers) -> N
     assert ask(back, present) == [("worker0", 0), ("worker1", 1)]
     assert ask(workers[0], use_old_and_new) == "object"
     assert ask(back, call_all) == ["worker0", "worker1"]
-    dismiss(workers)
-
-
-def leave_and_rejoin(worker: Worker) -> list[str]:
-    seen = []
-    for number in range(5):
-        worker.join(dynamic=True)
-        seen += call_all()
-        assert torch.equal(rpc.rpc_sync("worker0", torch.full, args=((2,), number)), torch.full((2,), number))
-        rpc.shutdown()
-    return seen
-
-
-def test_a_worker_leaves_and_rejoins_many_times(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 1)
-    again = workers.add(leave_and_rejoin)
-    assert again.result() == ["worker0", "worker1"] * 5
-    until(lambda: ask(workers[0], present) == [("worker0", 0)])
     dismiss(workers)
 
 

@@ -4,42 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import signal
 import subprocess
 import threading
-from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support import leftovers
 from tests.support.standing import Shared
 from tests.support.workers import RunWorkers, Task, Worker, WorkersFailed
-
-
-def scale(worker: Worker, tensor: torch.Tensor, *, factor: int) -> tuple[str, int, torch.Tensor]:
-    assert len(list(Path("/proc/self/task").iterdir())) == 1  # even when pytest has more threads
-    return worker.name, worker.world_size, tensor * factor + worker.rank
-
-
-def test_each_worker_knows_its_place_and_gets_arguments(run_workers: RunWorkers) -> None:
-    results = run_workers(scale, 2, args=(torch.arange(3),), kwargs={"factor": 2})
-    assert [(*place, tensor.tolist()) for *place, tensor in results] == [
-        ("worker0", 2, [0, 2, 4]),
-        ("worker1", 2, [1, 3, 5]),
-    ]
-    offset = 40
-    assert run_workers([lambda _: offset + 2, lambda worker: worker.rank]) == [42, 1]
-
-
-def collects_garbage(_: Worker) -> bool:
-    return gc.isenabled()
-
-
-def test_workers_collect_garbage(run_workers: RunWorkers) -> None:
-    assert run_workers(collects_garbage, 1) == [True]
 
 
 def ping_pong(worker: Worker) -> int:
@@ -145,21 +119,6 @@ def test_shared_tasks_run_in_workers_that_stay_until_one_fails(run_workers: RunW
     with pytest.raises(WorkersFailed, match="no such thing"):
         run_workers(Shared(contextlib.nullcontext, fail), 2)
     assert not {*run_workers(stay, 2)} & {*first}
-
-
-def test_after_a_failure_the_other_workers_are_ended(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([fail, wait_for_ever])
-    with pytest.raises(WorkersFailed) as caught:
-        workers.results()
-    assert [failure.worker for failure in caught.value.failures] == ["worker0", "worker1"]
-    assert isinstance(caught.value.__cause__, LookupError)
-    assert all(worker.ended for worker in workers)
-
-
-def test_waiting_for_what_never_comes_fails_when_the_worker_ends(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(lambda _: None, 1)
-    with pytest.raises(WorkersFailed, match="worker0: ended without reporting 'ready'"):
-        workers[0].wait_for("ready")
 
 
 def leave_a_process(_: Worker) -> int:

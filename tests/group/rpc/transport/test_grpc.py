@@ -23,7 +23,7 @@ from tests.support.programs import run_program
 from tests.support.relay import Relay
 from tests.support.serving import wait_at_gate
 from tests.support.streams import until
-from tests.support.transfers import MIB, echo, told_as_worker0_is_called
+from tests.support.transfers import MIB, echo
 from tests.support.workers import RunWorkers, Worker
 
 TOKEN = "a token that only the tests know"
@@ -67,23 +67,6 @@ def test_certificates_are_checked_on_both_sides_and_known_by_name(
     tls = Authority(tmp_path).issue(host="trainer.test")
     for (address,) in run_workers(ways_to_work, 2, args=({"tls": tls, "token": TOKEN},)):
         assert re.fullmatch(r"grpc:127\.0\.0\.1:\d+/trainer\.test", address)
-
-
-def call_with(worker: Worker, tls: list[rpc.TlsOptions]) -> str:
-    join(worker, tls=tls[worker.rank], token=TOKEN)
-    return told_as_worker0_is_called(worker)
-
-
-@pytest.mark.nightly
-def test_a_worker_whose_certificate_is_another_authoritys_is_cut_off(
-    run_workers: RunWorkers, tmp_path: Path
-) -> None:
-    tls = [Authority(tmp_path, name).issue() for name in ("ours", "theirs")]
-    workers = run_workers.start(call_with, 2, args=(tls,))
-    said = workers[1].result()
-    workers[0].tell("end")
-    assert "worker 'worker0' (id 0) is gone: " in said
-    assert "no TLS with it" in said
 
 
 def join_with(worker: Worker, tls: rpc.TlsOptions) -> str:
@@ -195,15 +178,6 @@ def test_the_death_of_a_worker_is_noticed_at_once(run_workers: RunWorkers) -> No
     workers[1].kill()
     said = workers[0].result()
     assert "the connection was closed by the other side without a goodbye; its process has died" in said
-
-
-@pytest.mark.nightly
-def test_a_stopped_worker_is_lost_within_the_bound(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(wait_for_the_other, 2, args=({"lost_after": 2},))
-    workers[1].wait_for("at the gate")
-    workers[1].stop()
-    assert "it has given no sign of life for 2 s" in workers[0].result()
-    workers[1].kill()
 
 
 _counts: dict[int, int] = {}

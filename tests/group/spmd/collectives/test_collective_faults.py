@@ -267,23 +267,6 @@ def test_a_rank_that_leaves_is_not_waited_for(run_workers: RunWorkers, apart: bo
         assert "rank 1 (worker 'rank1') is gone" in text
 
 
-def asynchronous_works_of_a_dying_world(worker: Worker) -> None:
-    count = 19 if worker.rank == 1 else 20  # so that the last one cannot have ended when rank 1 dies
-    works = [dist.all_reduce(torch.ones(MANY), async_op=True) for _ in range(count)]
-    worker.report("begun")
-    for work in works:
-        assert work is not None
-        work.wait()
-    worker.wait_for("the end")
-
-
-def test_asynchronous_works_end_when_a_rank_dies(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([partial(_task, asynchronous_works_of_a_dying_world, False, {})] * 3, 3)
-    workers.wait_for("begun")
-    workers[1].kill()
-    assert [workers[rank].result()[0] for rank in (0, 2)] == [RankLostError, RankLostError]
-
-
 # ---- fork
 
 

@@ -320,23 +320,6 @@ def gives_up(rank: int, *, or_has_left: bool = False) -> contextlib.AbstractCont
     return pytest.raises(CollectiveError, match=r"rank 1 .* has given up forming the group")
 
 
-def form_but_at_rank_1(worker: Worker) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if worker.rank == 1:
-            patch.setattr(formation, "_share", fail_to_form)
-        with gives_up(worker.rank, or_has_left=True):
-            in_world(lambda _: None, False, 600.0, worker)
-    if worker.rank == 1:
-        worker.wait_for("the end")
-
-
-def test_a_rank_that_fails_while_its_world_is_formed_is_not_waited_for(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(form_but_at_rank_1, 2)
-    workers[0].result()
-    workers[1].tell("the end")
-    workers[1].result()
-
-
 @in_all(2)
 def test_what_a_failed_forming_has_left_does_not_disturb_the_next(worker: Worker) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import rpc
 from benchmarks.striping import limit_connections
 from rpc.bulk.streams import _Streams
-from spmd.collectives.errors import CollectiveError, RankLostError
+from spmd.collectives.errors import CollectiveError
 from tests.support import backend
 from tests.support.process_groups import process_group
 from tests.support.streams import until
@@ -172,29 +172,6 @@ def in_each_operation(*by_default: Operation) -> pytest.MarkDecorator:
         ],
         ids=lambda operation: operation.__name__,
     )
-
-
-@in_each_operation(all_reduce, broadcast)
-def test_a_rank_that_is_killed_in_the_middle_is_named(run_workers: RunWorkers, operation: Operation) -> None:
-    workers = run_workers.start(begin_and_report, 2, args=(operation, 60.0, SLOWEST_BYTES))
-    workers[0].wait_for("in the middle")
-    workers[1].kill()
-    workers[0].wait_for("ended")
-    workers[0].tell("look")
-    assert workers[0].result() == RankLostError.__name__
-
-
-@in_each_operation(all_reduce)
-def test_a_rank_that_is_stopped_for_a_moment_in_the_middle_changes_nothing(
-    run_workers: RunWorkers, operation: Operation
-) -> None:
-    workers = run_workers.start(begin_and_report, 2, args=(operation, 60.0, SLOW_BYTES))
-    workers[0].wait_for("in the middle")
-    workers[1].stop()
-    workers[1].resume()
-    workers[0].wait_for("ended")
-    workers[0].tell("look")
-    assert workers[0].result() == ""
 
 
 @in_each_operation(all_reduce, all_gather)

@@ -115,7 +115,9 @@ def all_of_them(apart: bool, worker: Worker) -> dict[str, str]:
         return said
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["shared memory", "messages"])
+@pytest.mark.parametrize(
+    "apart", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["shared memory", "messages"]
+)
 def test_each_dtype_works_or_is_refused_before_the_other_ranks_hear_of_it(
     run_workers: RunWorkers, apart: bool
 ) -> None:

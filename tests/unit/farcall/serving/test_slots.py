@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,40 +36,6 @@ async def test_a_stream_that_is_given_up_as_it_waits_for_a_place_is_closed_by_it
         with pytest.raises(asyncio.CancelledError):
             await step
         assert await asyncio.wait_for(closed, 60) == own
-    slots.close()
-
-
-async def test_a_stream_for_which_there_is_no_thread_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = Slots(1)
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            await anext(Endpoint(lambda: (yield 1)).stream((), {}, slots))
-    async with asyncio.timeout(0), slots:  # without waiting
-        pass
-    assert slots.in_threads == 0
-    slots.close()
-
-
-async def test_a_call_for_which_no_thread_can_be_started_gives_its_place_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slots = Slots(1)
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        for _ in range(2):
-            with contextlib.suppress(RuntimeError):
-                await asyncio.wait_for(slots.in_thread(int), 10)
-    assert await asyncio.wait_for(slots.in_thread(int), 60) == 0
-    assert slots.in_threads == 0
     slots.close()
 
 

@@ -228,18 +228,6 @@ def test_errors_that_would_end_the_thread_arrive_as_runtime_errors(
     assert caught.value.__cause__ is error
 
 
-def test_a_value_that_pytorch_refuses_fails_the_future(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, future = owner.future()
-
-    def refusing(self: Any, value: Any) -> None:
-        raise ValueError("tensors on a device that the future does not know")
-
-    monkeypatch.setattr("rpc.agent.futures._set_result", refusing)
-    owner.answer(call, "devices")
-    with pytest.raises(ValueError, match="tensors on a device"):
-        future.wait()
-
-
 def test_a_future_of_ones_own_can_be_completed_and_waited_for(other_thread: ThreadPoolExecutor) -> None:
     future: Future[int] = Future()
     waiting = [other_thread.submit(future.wait) for _ in range(3)]

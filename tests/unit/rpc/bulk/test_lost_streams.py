@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import pytest
 
-from rpc.bulk import point_to_point, stream_ends
+from rpc.bulk import stream_ends
 from rpc.bulk.point_to_point import Bulk
 from rpc.bulk.stream_ends import StreamReader
 from rpc.bulk.transfer import Transfer
@@ -24,7 +24,6 @@ from rpc.transport.base import CLOSED_BY_PEER
 from rpc.wire.chunking import SHORT_CHUNK_BYTES, WHOLE_BYTES
 from rpc.wire.frames import Kind, chunk_prefix, chunked, open_message
 from rpc.wire.reassembly import Reassembly, allocate
-from rpc.wire.targets import Merger
 from tests.support.effort import examples
 from tests.unit.rpc.bulk.test_stream_ends import Watching
 from tests.unit.rpc.bulk.wired import LIMIT, End
@@ -288,25 +287,3 @@ def test_each_message_counts_once_whatever_is_lost_and_when(
             course.check()
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-
-
-def courses(count: int) -> None:
-    for seed in range(count):
-        course = Course(seed)
-        course.run(60)
-        course.check()
-
-
-class Forgetful(Merger):
-    """Merges whatever comes."""
-
-    def __init__(self, merge: Callable[[int, memoryview], object]) -> None:
-        super().__init__(merge)
-        self.take = merge  # type: ignore[method-assign,assignment]
-
-
-def test_the_model_finds_parts_that_are_merged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_ends, "MERGED_BYTES", 100_000)
-    monkeypatch.setattr(point_to_point, "Merger", Forgetful)
-    with pytest.raises(AssertionError):
-        courses(100)

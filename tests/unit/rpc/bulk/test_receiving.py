@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +14,6 @@ from rpc.wire import reassembly
 from rpc.wire.chunking import CHUNK_BYTES
 from rpc.wire.frames import Kind, chunk_prefix, encode
 from rpc.wire.reassembly import Room
-from rpc.wire.targets import Target
 from tests.support.effort import PROFILE, examples
 from tests.unit.rpc.bulk.wired import End, Pair, message
 
@@ -130,51 +127,6 @@ def test_a_message_that_is_coming_moves_up_when_an_earlier_post_is_cancelled(pla
     for number, post in enumerate(posts[1:]):
         post.wait(1)
         assert buffers[number + 1].has(numbers(first=number))
-
-
-def test_a_post_that_is_cancelled_at_the_moment_its_message_begins_to_come_is_not_written_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    end, cancelled, following = End("peer", 1), Buffer(), Buffer()
-    first = end.bulk.post(end.peer, TAG, cancelled.bytes)
-    second = end.bulk.post(end.peer, TAG, following.bytes)
-    arriving = end.decoder.arriving
-    find_target = arriving.find_target
-
-    def find_and_cancel(kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
-        found = find_target(kind, call_id, sizes)
-        assert first.cancel()  # as another thread may, right here
-        return found
-
-    monkeypatch.setattr(arriving, "find_target", find_and_cancel)
-    for data in message(TAG, 0, [numbers()]):
-        end.receive(data)
-    second.wait(1)
-    assert cancelled.is_untouched()
-    assert following.has(numbers())
-
-
-def test_a_post_that_cannot_be_cancelled_for_want_of_memory_can_be_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    end, buffer = End("peer", 1), Buffer()
-    posted = end.bulk.post(end.peer, TAG, buffer.bytes)
-    first, *rest = message(TAG, 0, [numbers()])
-    end.receive(first)
-
-    def none_left(length: int) -> memoryview:
-        raise ProtocolError(f"there is no memory for {length} bytes")
-
-    (coming,) = end.decoder.arriving.open_messages.values()
-    with monkeypatch.context() as patch:
-        patch.setattr(coming, "_allocate", none_left)
-        with pytest.raises(ProtocolError, match="no memory"):
-            posted.cancel()
-    assert posted.cancel()
-    buffer.wipe()
-    for data in rest:
-        end.receive(data)
-    assert buffer.is_untouched()
 
 
 @pytest.mark.parametrize(("sent", "posted"), [(1000, 1), (1, 1000)])

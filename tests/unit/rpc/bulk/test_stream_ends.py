@@ -20,7 +20,6 @@ from rpc.transport.bulk_socket import BulkSocket, bulk_socket
 from rpc.wire.frames import PREFIX_BYTES, Frame, Kind, LargeFrame, chunk_prefix, chunked, encode, open_message
 from rpc.wire.reassembly import MAX_OPEN, Reassembly, allocate
 from rpc.wire.targets import Merger, MergingTarget, Target
-from tests.support.finalizers import Memory, is_free
 from tests.support.frames import prefix
 from tests.support.streams import until
 
@@ -480,16 +479,3 @@ def test_a_sender_that_leaves_says_so_behind_all_messages(count: int) -> None:
             assert receiver.left.acquire(timeout=SOON)
         assert len(receiver.frames) == 3
         until(lambda: not sender.threads)
-
-
-def test_what_a_queue_drops_when_it_is_closed_is_released_without_its_lock() -> None:
-    left, right = socket.socketpair()
-    with right, queue([left]) as sending:  # nobody reads
-        found: list[bool] = []
-        memory = Memory(MIB)
-        memory.release = lambda: found.append(is_free(lambda: sending.wait_for_room(0)))
-        for number, data in enumerate((bytearray(16 * MIB), memory)):
-            assert sending.add(chunked(*encode(Kind.CALL, number, {}, [b"pickle", data]), number))
-        del memory, data
-        sending.close()
-    assert found == [True]

@@ -16,7 +16,6 @@ from rpc.errors import NotInitializedError, RpcError
 from rpc.wire.chunking import CHUNK_BYTES
 from rpc.wire.frames import Kind
 from rpc.wire.targets import MergingTarget, Target
-from tests.support.finalizers import Memory, is_free
 from tests.unit.rpc.bulk.wired import End, message
 
 TAG = 7
@@ -100,26 +99,6 @@ def test_a_message_that_is_complete_before_its_buffer_is_taken_back_fills_it(
     assert not posted.cancel()
     posted.wait(1)
     assert (buffer == 1).all()
-
-
-@pytest.mark.parametrize("way", ["next post", "tag closed", "connection broken", "worker lost", "shut down"])
-def test_no_lock_is_held_when_a_buffer_of_the_user_is_released(way: str) -> None:
-    end = End("peer", 1)
-    found: list[bool] = []
-    memory = Memory(SIZE)
-    memory.release = lambda: found.append(is_free(end.bulk.peers))
-    posted = end.bulk.post(end.peer, TAG, memory)
-    data = message(TAG, 0, [np.ones(SIZE, np.uint8)])
-    end.receive(data[0])
-    assert posted.cancel()
-    del posted, memory
-    if way == "next post":
-        for each in data[1:]:
-            end.receive(each)
-        assert end.bulk.post(end.peer, TAG).wait(1)
-    else:
-        ENDS[way](end, None)  # type: ignore[arg-type]
-    assert found == [True]
 
 
 def test_a_post_that_is_merged_is_cancelled_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import re
@@ -10,7 +9,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -35,33 +33,6 @@ def test_a_hello_that_comes_before_the_group_is_formed_is_answered_then(make_nod
     late.wait_until(lambda: late.numbers_from(early) == [1])
 
 
-def test_workers_with_the_jobs_token_connect_and_others_are_refused(
-    make_node: MakeNode, caplog: pytest.LogCaptureFixture
-) -> None:
-    here, friend = (
-        make_node(name, authenticator=TokenAuthenticator(b"token")) for name in ("here", "friend")
-    )
-    guesser = make_node("guesser", authenticator=TokenAuthenticator(b"guess"))
-    here.form_group(friend.member, guesser.member)
-    for other in (friend, guesser):
-        other.form_group(here.member)
-        other.send(here, 1)
-    here.wait_until(lambda: here.numbers_from(friend) == [1])
-    said = "it refused the connection: it does not belong to this job: its proof is wrong"
-    assert guesser.wait_gone() == ("here", said)
-    assert len(refusals(caplog)) == 1
-    assert here.numbers_from(guesser) == []
-
-
-def test_a_worker_that_asks_for_no_proof_is_not_believed(make_node: MakeNode) -> None:
-    here, impostor = make_node("here", authenticator=TokenAuthenticator(b"token")), make_node("impostor")
-    here.form_group(impostor.member)
-    impostor.form_group(here.member)
-    here.send(impostor, 1)
-    said = "the handshake with it failed: it has not proven that it belongs to this job"
-    assert here.wait_gone() == ("impostor", said)
-
-
 def test_a_stranger_learns_neither_incarnation_nor_group(
     make_node: MakeNode, stranger: Callable[[Node], Stranger]
 ) -> None:
@@ -80,57 +51,6 @@ def test_a_stranger_learns_neither_incarnation_nor_group(
         "code": "stranger",
         "reason": "it does not belong to this job: its proof is wrong",
     }
-
-
-class Between:
-    """Sits on the network between two workers: passes on all that they say, and keeps what the first says."""
-
-    def __init__(self, node: Node) -> None:
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp:127.0.0.1:{self.server.getsockname()[1]}"
-        self.recorded = b""
-        self._node = node
-        self._threads = [threading.Thread(target=self._pass_on)]
-        self._threads[0].start()
-
-    def _pass_on(self) -> None:
-        here, _ = self.server.accept()
-        there = Stranger(self._node).socket
-        self._threads.append(threading.Thread(target=self._pump, args=(there, here, False)))
-        self._threads[-1].start()
-        self._pump(here, there, True)
-
-    def _pump(self, source: socket.socket, target: socket.socket, record: bool) -> None:
-        with source, contextlib.suppress(OSError):
-            while data := source.recv(4096):
-                self.recorded += data if record else b""
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self.server.close()
-        for thread in self._threads:
-            thread.join(SOON)
-
-
-def test_what_a_member_has_said_lets_nobody_else_in(
-    make_node: MakeNode, stranger: Callable[[Node], Stranger]
-) -> None:
-    node, friend = (
-        make_node(name, authenticator=TokenAuthenticator(b"token")) for name in ("node", "friend")
-    )
-    between = Between(node)
-    node.form_group(friend.member)
-    friend.form_group(replace(node.member, host="elsewhere", addresses=(between.address,)))
-    friend.send(node, 1)
-    node.wait_until(lambda: node.numbers_from(friend) == [1])
-    visitor = stranger(node)
-    visitor.say(between.recorded)
-    assert visitor.is_cut_off()
-    assert node.numbers_from(friend) == [1]
-    for each in (node, friend):
-        each.leave()
-    between.close()
 
 
 def test_of_many_strangers_the_slowest_are_cut_off_and_members_come_in(
@@ -250,15 +170,6 @@ def test_what_is_no_hello_is_cut_off_and_logged_and_the_listener_lives_on(
     node.wait_until(lambda: node.numbers_from(other) == [1])
 
 
-def test_who_says_hello_twice_is_cut_off(make_node: MakeNode, stranger: Callable[[Node], Stranger]) -> None:
-    node = make_node("node")  # its group is not formed yet, so it does not answer
-    visitor = stranger(node)
-    visitor.say_hello(hello_to(node))
-    visitor.say(frame(Kind.HELLO, hello_to(node).header()))
-    assert visitor.is_cut_off()
-    node.form_group()  # answers nobody
-
-
 def test_who_says_nothing_is_cut_off_in_time(
     make_node: MakeNode,
     stranger: Callable[[Node], Stranger],
@@ -270,17 +181,6 @@ def test_who_says_nothing_is_cut_off_in_time(
     visitor = stranger(node)
     assert visitor.is_cut_off()
     until(lambda: "no handshake within 0.05 s" in caplog.text)
-
-
-def test_who_only_looks_in_is_no_news(
-    make_node: MakeNode, stranger: Callable[[Node], Stranger], caplog: pytest.LogCaptureFixture
-) -> None:
-    node, _ = pair(make_node)
-    visitor = stranger(node)
-    until(lambda: node.connections.handshaking)
-    visitor.close()
-    until(lambda: not node.connections.handshaking)
-    assert refusals(caplog) == []
 
 
 def test_strangers_in_numbers_do_not_keep_members_out(

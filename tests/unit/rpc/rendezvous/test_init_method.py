@@ -337,8 +337,7 @@ def test_port_of_a_server_that_refuses_what_a_store_is_asked_is_named_after_one_
         serving.result(20)
 
 
-@pytest.mark.parametrize("rank", [0, 1, None])
-@pytest.mark.parametrize("accepts", [True, False])
+@pytest.mark.parametrize(("rank", "accepts"), [(0, True), (1, False), (None, True)])
 @pytest.mark.usefixtures("listeners_of_another_process")
 def test_port_of_this_host_that_a_silent_program_has_is_named(
     monkeypatch: pytest.MonkeyPatch, rank: int | None, accepts: bool

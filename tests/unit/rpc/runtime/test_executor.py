@@ -14,7 +14,6 @@ import pytest
 from rpc.runtime import executor as module
 from rpc.runtime.executor import Executor, Task
 from rpc.runtime.interrupts import interruptible, protected
-from tests.support.finalizers import Memory, is_free
 from tests.support.interrupting import press
 from tests.support.stepping import Step
 from tests.support.streams import SOON, until
@@ -224,51 +223,6 @@ def test_tasks_wait_while_the_system_gives_no_threads(
 
 
 # ---- finalizers, which may run at any point
-
-
-def test_a_thread_may_submit_a_task_before_it_has_begun(
-    make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = make(4)
-    done = threading.Semaphore(0)
-    native_id = threading.get_native_id
-    submitted = threading.Lock()
-
-    def submit_first() -> int:
-        if submitted.acquire(blocking=False):
-            executor.submit((done.release, 1))  # as a finalizer may in the new thread
-        return native_id()
-
-    def submit() -> None:
-        monkeypatch.setattr(threading, "get_native_id", submit_first)
-        executor.submit((done.release, 1))
-
-    submitter = threading.Thread(target=submit, daemon=True)
-    submitter.start()
-    for _ in range(2):
-        assert done.acquire(timeout=SOON)
-    submitter.join(SOON)
-    assert not submitter.is_alive()
-
-
-def test_the_lock_is_free_when_tasks_are_dropped(make: Callable[[int], Executor]) -> None:
-    executor = make(1)
-    begun, gate = threading.Event(), threading.Event()
-    found: list[bool] = []
-
-    def wait(_: Any) -> None:
-        begun.set()
-        gate.wait(SOON)
-
-    executor.submit((wait, None))
-    assert begun.wait(SOON)
-    memory = Memory()
-    memory.release = lambda: found.append(is_free(executor.active))
-    executor.submit((id, memory))
-    del memory
-    executor.stop(timeout=0)
-    gate.set()
-    assert found == [True]
 
 
 # ---- stopping

@@ -54,16 +54,6 @@ def arrived(end: MemoryConnection) -> list[Any]:
     return [None if frame is None else frame.call_id for frame in end.inbox]
 
 
-def test_a_rule_is_for_one_kind_and_receiver_and_for_so_many_messages() -> None:
-    faults = Faults()
-    faults.drop("reply")
-    faults.drop(to="elsewhere")
-    dropped = faults.drop("call", what="work", skip=1, times=2)
-    there, _ = send(faults, *map(call, (1, 2, 3, 4)))
-    assert arrived(there) == [1, 4]
-    assert dropped.struck == 2
-
-
 def test_a_control_message_is_known_by_its_topic_and_first_word() -> None:
     faults = Faults()
     faults.drop("rref.delete")
@@ -113,17 +103,3 @@ def test_a_connection_is_cut_in_place_of_a_message() -> None:
     ((_, cut),) = sender.postponed
     cut()
     assert arrived(there) == [None]
-
-
-def test_what_is_left_to_probability_is_the_same_for_the_same_seed() -> None:
-    def struck(seed: int) -> list[Any]:
-        faults = Faults(seed)
-        faults.drop(probability=0.5)
-        return arrived(send(faults, *map(call, range(64)))[0])
-
-    assert struck(1) == struck(1) != struck(2)
-
-
-def test_an_unknown_kind_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no kind of message 'cal': there are "):
-        Faults().fail("cal")

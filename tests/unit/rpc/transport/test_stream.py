@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +13,7 @@ from rpc.runtime.loop import LoopThread
 from rpc.transport import byte_stream
 from rpc.transport.base import ConnectionClosed
 from rpc.transport.stream import StreamConnection
-from rpc.wire.frames import PREAMBLE, Kind, encode
-from rpc.wire.reassembly import ArrivingMessage
-from rpc.wire.targets import Target
+from rpc.wire.frames import PREAMBLE, encode
 from tests.support.streams import (
     SOON,
     TINY_BUFFER,
@@ -98,7 +96,6 @@ def test_many_segments_and_empty_ones_are_written_in_full(loop: LoopThread, sock
 
 
 def stream_frame(segments: list[bytes]) -> tuple[list[Any], int]:
-    from rpc.wire.frames import encode
 
     return encode(5, 0, {}, [memoryview(segment) for segment in segments])
 
@@ -246,39 +243,3 @@ def test_close_with_flush_gives_up_when_the_peer_is_gone(loop: LoopThread, socke
 
 
 # ---- into memory of others
-
-
-class Posting(Recorder):
-    """An owner that has memory ready for large messages."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__()
-        self.target = target
-
-    def find_target(self, kind: int, call_id: int, sizes: Sequence[int]) -> Target:
-        return self.target
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_where_a_message_goes_is_looked_at_only_while_nobody_can_take_it_back(
-    loop: LoopThread, sockets: Sockets, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = bytearray(3 << 20)
-    target = Target([memoryview(memory)])
-    is_writing: list[bool] = []
-    room = ArrivingMessage.room
-
-    def noted(message: ArrivingMessage, offset: int, length: int) -> memoryview:
-        is_writing.append(threading.get_ident() in target.writers)
-        return room(message, offset, length)
-
-    monkeypatch.setattr(ArrivingMessage, "room", noted)
-    pair = Pair(loop, sockets(family))
-    pair.there.owner = owner = Posting(target)
-    data = b"\7" * len(memory)
-    pair.here.send(*encode(Kind.EXTENSION, 1, {}, [b"", data]))
-    owner.wait_for(1)
-    assert memory == data
-    assert is_writing
-    assert all(is_writing)
-    pair.close()

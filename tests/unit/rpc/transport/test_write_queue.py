@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from rpc.transport.base import CAPTURED_BYTES, ConnectionClosed, QueueFull
 from rpc.transport.write_queue import CAPTURE_ALL, WriteQueue
-from rpc.wire.chunking import CHUNK_BYTES, WHOLE_BYTES
+from rpc.wire.chunking import CHUNK_BYTES
 from rpc.wire.frames import Kind, encode
 from tests.support.effort import PROFILE, examples
-from tests.support.finalizers import Memory
 from tests.support.streams import SOON, until
 from tests.support.write_queues import LARGE, Queue, Stream
 
@@ -280,54 +279,6 @@ def test_who_waits_for_room_is_told_when_it_is_closed(size: int) -> None:
 
 
 # ---- what is released, by code of the user's too
-
-
-@pytest.mark.parametrize("writes", ["caller", "loop"])
-def test_a_buffer_is_released_when_others_can_send_again(writes: str) -> None:
-    queue = Queue(room=0 if writes == "loop" else float("inf"))
-    seen: list[list[int]] = []
-    memory = Memory(WHOLE_BYTES + 1)
-
-    def send() -> None:
-        queue.send(2)
-        seen.append(queue.numbers())
-
-    memory.release = send
-    pieces, length = encode(Kind.CALL, 1, {}, [b"pickle", memory])
-    queue.queue.send(pieces, length, wait=SOON)
-    del memory, pieces
-    queue.give_room()
-    assert seen == [[1, 2]]
-
-
-@pytest.mark.parametrize("begun", [0, 1000])
-def test_what_is_dropped_at_the_end_is_released_without_the_lock(begun: int) -> None:
-    queue = Queue(room=begun)
-    seen: list[bool] = []
-    memory = Memory(4 * LARGE)
-    memory.release = lambda: seen.append(queue.queue.lock.locked())
-    pieces, length = encode(Kind.CALL, 1, {}, [b"pickle", memory])
-    queue.queue.send(pieces, length, wait=SOON)
-    del memory, pieces
-    with queue.queue.lock:
-        dropped = queue.queue.close()
-    del dropped
-    assert seen == [False]
-
-
-def test_what_an_error_drops_is_released_without_the_lock() -> None:
-    queue = Queue(room=0)
-    seen: list[bool] = []
-    memory = Memory(4 * LARGE)
-    memory.release = lambda: seen.append(queue.queue.lock.locked())
-    queue.send(1, LARGE)
-    pieces, length = encode(Kind.CALL, 2, {}, [b"pickle", memory])
-    queue.queue.send(pieces, length, wait=SOON)
-    del memory, pieces
-    queue.stream.error = BrokenPipeError(32, "Broken pipe")
-    queue.give_room()
-    assert queue.told == ["failed"]
-    assert seen == [False]
 
 
 # ---- the end

@@ -95,15 +95,15 @@ def test_what_is_found_costs_no_more_than_plans_by_hand(name: str) -> None:
         assert chosen.cost.total <= cost_of(program, plan, updates).total
 
 
-def test_all_combinations_are_no_better_than_descent() -> None:
-    square = MeshKey((0, 1, 2, 3), (2, 2))  # too many to be all tried
-    for mesh in (MESH, square):
-        costs = Costs(MLP, UPDATES)
-        every = itertools.product(*(map(costs.number, candidates(meta, mesh)) for meta in MLP.inputs))
-        least = min(costs.of(plan).total for plan in every)
-        found = choose_layouts(MLP, mesh, updates=UPDATES)
-        assert found.cost.total == least
-        assert found == choose_layouts(MLP, mesh, updates=UPDATES)
+@pytest.mark.parametrize("shape", [(4,), pytest.param((2, 2), marks=pytest.mark.nightly)])
+def test_all_combinations_are_no_better_than_descent(shape: tuple[int, ...]) -> None:
+    """Of a mesh of two dimensions there are too many to be all tried."""
+    mesh, costs = MeshKey((0, 1, 2, 3), shape), Costs(MLP, UPDATES)
+    every = itertools.product(*(map(costs.number, candidates(meta, mesh)) for meta in MLP.inputs))
+    least = min(costs.of(plan).total for plan in every)
+    found = choose_layouts(MLP, mesh, updates=UPDATES)
+    assert found.cost.total == least
+    assert found == choose_layouts(MLP, mesh, updates=UPDATES)
 
 
 def test_a_long_batch_is_cut_and_wide_weights_are() -> None:

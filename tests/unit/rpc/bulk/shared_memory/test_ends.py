@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rpc.bulk.shared_memory import outgoing
 from rpc.bulk.shared_memory.memory import REFUSED, RETIRED, SLOTS, create
 from rpc.errors import ProtocolError
 from tests.unit.rpc.bulk.shared_memory.ends import MIB, Ends, in_child, open_descriptors
@@ -344,50 +343,6 @@ def test_a_segment_is_dropped_after_a_fork_when_the_message_in_it_is_out(ends: E
     ends.outgoing.sent(loan)
     ends.outgoing.note_returns(0.0)
     assert ends.discarded == [loan.segment]
-
-
-def look_before_introducing(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have another thread look at a segment that is made but not introduced."""
-
-    def look_and_create(size: int) -> int:
-        ends.outgoing.note_returns(0.0)
-        return create(size)
-
-    monkeypatch.setattr(outgoing, "create", look_and_create)
-
-
-def test_a_fork_says_nothing_of_the_segment_that_has_the_slot_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = Ends(slots=1)
-    ends.send(DATA)
-    in_child(lambda: None)
-    (retired,) = ends.pool.segments(1)
-    look_before_introducing(ends, monkeypatch)
-    assert ends.send(DATA) is None
-    assert ends.discarded == [retired]
-    buffers = ends.send(DATA)
-    assert buffers is not None
-    assert bytes(buffers[0]) == DATA
-    ends.close()
-
-
-def test_a_fork_of_who_does_not_know_what_was_dropped_costs_no_other_segment(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends.send(DATA)
-    ends.outgoing.note_returns(0.0)
-    assert len(ends.pool.trim(60.0, 20.0)) == 1
-
-    def fork_and_look(size: int) -> int:
-        in_child(lambda: None)
-        ends.outgoing.note_returns(0.0)
-        return create(size)
-
-    monkeypatch.setattr(outgoing, "create", fork_and_look)
-    assert ends.send(DATA) is None
-    assert not ends.discarded
-    buffers = ends.send(DATA)
-    assert buffers is not None
-    assert bytes(buffers[0]) == DATA
 
 
 def test_a_child_returns_nothing(ends: Ends) -> None:
