@@ -18,7 +18,7 @@ from rpc.runtime.isolation import this_thread as _thread_state
 from rpc.runtime.stepwise import StepwiseCoroutine
 from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
-__all__ = ["Ready", "Shared", "Streams", "arrived", "share", "use_on_current_stream"]
+__all__ = ["Attempt", "Ready", "Shared", "Streams", "arrived", "share", "use_on_current_stream"]
 
 _current_stream = torch.accelerator.current_stream
 _MOST_PARTS: Final = 10_000
@@ -163,6 +163,40 @@ class Streams:
                 return advance(*args)
         finally:
             del args  # a task's cancellation, which refers to this frame: a cycle
+
+
+class Attempt:
+    """Streams on which something is answered, as a context manager. If a device does not work, the block runs
+    without them, and answers with the error.
+
+    Args:
+        make: makes the streams.
+
+    Attributes:
+        streams: the streams; None if they cannot be used.
+        error: why they cannot be used.
+    """
+
+    __slots__ = ("_make", "error", "streams")
+
+    def __init__(self, make: Callable[[], Streams]) -> None:
+        self._make = make
+        self.streams: Any = None
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            streams = self._make()
+            streams.__enter__()
+        except BaseException as error:
+            self.error = error
+        else:
+            self.streams = streams
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.streams is not None:
+            self.streams.__exit__(*raised)
 
 
 def _current_device(devices: Sequence[torch.device]) -> int:

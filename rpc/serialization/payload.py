@@ -106,13 +106,6 @@ class Placement(Protocol):
         """
 
 
-class Updates(Protocol):
-    """Work on devices."""
-
-    def wait(self) -> None:
-        """Have the current streams wait for the work so far."""
-
-
 class PeerDevices(Protocol):
     """The agreement with one worker about devices."""
 
@@ -123,20 +116,6 @@ class PeerDevices(Protocol):
     @property
     def answers(self) -> Placement:
         """Placement of tensors in answers: by the inverse of the other worker's device map."""
-
-    def streams(self) -> Any:
-        """Return a context manager with separate streams for data that arrives from the worker; see
-        ``rpc.devices.streams``.
-        """
-
-    def ready_with(self, value: Any, /) -> Any:
-        """Return what streams must ``join`` before they use tensors in a value, which were made on the
-        current streams; None if it has none.
-        """
-
-    @property
-    def updates(self) -> Updates:
-        """The work that changes parameters of this worker in place."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,67 @@
+"""Futures whose values are on devices: which streams they are read on, and what waits for these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rpc.devices.streams import Attempt, Ready, Streams
+
+__all__ = ["DeviceArrival"]
+
+
+class _Devices(Protocol):
+    def streams_of_message(self) -> Streams: ...
+
+    def ready_with(self, value: Any) -> Ready | None: ...
+
+
+class DeviceArrival:
+    """See ``Arrival``. The value of a call is read on streams of its own."""
+
+    __slots__ = ("_devices", "_ready")
+
+    def __init__(self, devices: _Devices) -> None:
+        self._devices = devices
+        self._ready: Ready | None = None
+
+    def join(self) -> None:
+        """Make the current streams wait for the value's tensors."""
+        if self._ready is not None:
+            self._ready.join()
+
+    def complete(self, complete: Callable[[Callable[[], Any]], None], decode: Callable[[], Any]) -> None:
+        """Read the value, and run the future's callbacks, on separate streams."""
+        with Attempt(self._devices.streams_of_message) as attempt:
+
+            def decode_there() -> Any:
+                if attempt.error is not None:
+                    raise attempt.error
+                value = decode()
+                self._ready = attempt.streams.ready()
+                return value
+
+            complete(decode_there)
+
+    def call_back(self, callback: Callable[[], object]) -> None:
+        """Run a callback on streams that wait for the value as soon as it is asked for."""
+        if self._ready is None:
+            callback()
+            return
+        with Attempt(self._ready.streams):  # without them, it waits on the current streams
+            callback()
+
+    def following(self) -> DeviceArrival:
+        """Return the arrival of what is computed from the value."""
+        return DeviceArrival(self._devices)
+
+    def go_on(self, compute: Callable[[], Any], following: DeviceArrival) -> Any:
+        """Return what ``compute`` makes of the value, on such streams; its tensors are those of the next."""
+        if self._ready is None:
+            value = compute()
+            following._ready = self._devices.ready_with(value)
+            return value
+        with self._ready.streams() as streams:
+            value = compute()
+            following._ready = streams.ready_with(value)
+        return value
