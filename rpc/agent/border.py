@@ -50,7 +50,7 @@ class Arrival(Protocol):
 class Enclosure(Protocol):
     """What one request runs inside of."""
 
-    def around(self, function: Callable[..., Any], /) -> Callable[..., Any]:
+    def enclosing(self, function: Callable[..., Any], /) -> Callable[..., Any]:
         """Return what to call in place of the request's function, once it is loaded."""
 
     def later(self, coroutine: Any, answer: Callable[..., None], /) -> tuple[Any, Callable[..., None]]:
@@ -61,7 +61,7 @@ class Border:
     """The border of a worker whose messages are in memory: nothing is to be done. From any thread.
 
     Attributes:
-        encloses: whether requests are to be run inside ``enclosed``.
+        encloses: whether requests are to be run by ``enclosed``.
     """
 
     encloses = False

@@ -163,7 +163,7 @@ class RequestRunner:
             now = monotonic()
             taken = request.taken or now
             tell(request.peer.name, request.frame.call_id, function, taken - request.began, now - taken)
-        call = function if request.enclosure is None else request.enclosure.around(function)
+        call = function if request.enclosure is None else request.enclosure.enclosing(function)
         try:
             if request.recording is None:
                 value = call(*args, **kwargs)

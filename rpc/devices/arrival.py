@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from rpc.devices.streams import Attempt, Ready, Streams
+import torch
+
+from rpc.devices.streams import Attempt, Ready, Shared, Streams
 
 __all__ = ["DeviceArrival"]
 
 
-class _Devices(Protocol):
-    def streams_of_message(self) -> Streams: ...
-
-    def ready_with(self, value: Any) -> Ready | None: ...
-
-
 class DeviceArrival:
-    """See ``Arrival``. The value of a call is read on streams of its own."""
+    """See ``Arrival``. A call's value is read on streams of its own; arguments are as for ``Streams``."""
 
-    __slots__ = ("_devices", "_ready")
+    __slots__ = ("_devices", "_ready", "_updates")
 
-    def __init__(self, devices: _Devices) -> None:
+    def __init__(self, devices: Sequence[torch.device], updates: Shared) -> None:
         self._devices = devices
+        self._updates = updates
         self._ready: Ready | None = None
 
     def join(self) -> None:
@@ -32,7 +29,7 @@ class DeviceArrival:
 
     def complete(self, complete: Callable[[Callable[[], Any]], None], decode: Callable[[], Any]) -> None:
         """Read the value, and run the future's callbacks, on separate streams."""
-        with Attempt(self._devices.streams_of_message) as attempt:
+        with Attempt(lambda: Streams(self._devices, self._updates, reads=True)) as attempt:
 
             def decode_there() -> Any:
                 if attempt.error is not None:
@@ -53,13 +50,13 @@ class DeviceArrival:
 
     def following(self) -> DeviceArrival:
         """Return the arrival of what is computed from the value."""
-        return DeviceArrival(self._devices)
+        return DeviceArrival(self._devices, self._updates)
 
     def go_on(self, compute: Callable[[], Any], following: DeviceArrival) -> Any:
         """Return what ``compute`` makes of the value, on such streams; its tensors are those of the next."""
         if self._ready is None:
             value = compute()
-            following._ready = self._devices.ready_with(value)
+            following._ready = Ready.with_tensors_in(value, self._devices, self._updates)
             return value
         with self._ready.streams() as streams:
             value = compute()

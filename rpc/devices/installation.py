@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +14,15 @@ from rpc.device_maps import DeviceMap
 from rpc.devices.arrival import DeviceArrival
 from rpc.devices.codecs import CpuToDeviceCodec, SharingCodec
 from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of, refusing
-from rpc.devices.placements import Between, Placed
+from rpc.devices.placements import Placed
 from rpc.devices.staging import HostStaging
-from rpc.devices.streams import Attempt, Ready, Shared, Streams, use_on_current_stream
+from rpc.devices.streams import Attempt, Shared, Streams, use_on_current_stream
 from rpc.group.control import Control
 from rpc.group.peer import Peer
 from rpc.options import AgentOptions
 from rpc.runtime.executor import Executor
 from rpc.serialization.codecs import PICKLE
+from rpc.serialization.payload import PeerDevices
 from rpc.serialization.serializer import Serializer
 
 __all__ = ["Devices"]
@@ -133,15 +133,13 @@ class Devices(Border):
 
         if exchange is not None and peer.near and not peer.is_self and (calls or theirs):
             exchange.offer(peer, self.local)
-        between = Between(
-            Placed(name, calls, for_calls, self._staging, reads),
-            Placed(name, answers, for_answers, self._staging, reads),
-        )
+        placed = Placed(name, calls, for_calls, self._staging, reads)
+        placed_answers = Placed(name, answers, for_answers, self._staging, reads)
         codec = peer.codec
-        self._takes_cpu = self._takes_cpu or between.calls.takes_cpu or between.answers.takes_cpu
+        self._takes_cpu = self._takes_cpu or placed.takes_cpu or placed_answers.takes_cpu
         if codec.id == PICKLE:
             codec = self._serializer.pickles_as(CpuToDeviceCodec if self._takes_cpu else SharingCodec)
-        peer.agree_on_devices(between, codec)
+        peer.agree_on_devices(PeerDevices(placed, placed_answers), codec)
 
     def _staging(self, *, alone: bool = False) -> HostStaging:
         return HostStaging(self._executor, alone=alone)
@@ -151,38 +149,27 @@ class Devices(Border):
         peer = self._met.get(worker)
         return self._exchange is not None and peer is not None and self._exchange.reads(peer, tensor)
 
-    def streams_of_message(self) -> Streams:
-        """Return streams of their own, on all devices that messages use, on which a message is read."""
-        return Streams(self.local, self.updates, reads=True)
-
-    def ready_with(self, value: Any) -> Ready | None:
-        """Return what streams must join before they use the tensors in a value, which were made on the
-        current ones; None if it has none.
-        """
-        return Ready.with_tensors_in(value, self.local, self.updates)
-
     # ---- the border
 
     def enclosed(self, run: Callable[[Request], None]) -> Callable[[Request], None]:
         """Run requests on streams of their own."""
 
         def run_on_streams(request: Request) -> None:
-            with Attempt(self.streams_of_message) as attempt:
+            with Attempt(lambda: Streams(self.local, self.updates, reads=True)) as attempt:
+                request.enclosure = attempt.streams
                 if attempt.error is not None:
                     request.fail(attempt.error)
-                else:
-                    request.enclosure = _OnStreams(attempt.streams)
                 run(request)
 
         return run_on_streams
 
     def answering(self, run: Callable[..., None], failed: Callable[..., None]) -> Callable[..., None]:
         """Answer on streams of their own; if a device does not work, with its error."""
-        return _answering(lambda: Streams(self.local, self.updates), run, failed)
+        return Attempt(lambda: Streams(self.local, self.updates)).answering(run, failed)
 
     def arrival(self) -> DeviceArrival:
         """Return the arrival of a call's answer."""
-        return DeviceArrival(self)
+        return DeviceArrival(self.local, self.updates)
 
     def catch_up(self) -> None:
         """Make the current streams wait for the updates so far."""
@@ -222,52 +209,6 @@ class Devices(Border):
     def elsewhere(self, run: Callable[..., None]) -> Callable[..., None]:
         """Run something that is run on another thread on the current streams of this one."""
         return Streams.current(self.local, self.updates).around(run)
-
-
-class _OnStreams:
-    """See ``Enclosure``: the streams that a request runs on."""
-
-    __slots__ = ("_streams",)
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """End the reading of the request's message, and have what uses the same objects after the function
-        wait for its work.
-        """
-        streams = self._streams
-        streams.loaded()
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            finally:  # before the answer is out, and the next request comes
-                streams.share()
-
-        return call
-
-    def later(self, coroutine: Any, answer: Callable[..., None]) -> tuple[Any, Callable[..., None]]:
-        """Run the coroutine's steps on the same streams, and answer on them."""
-        streams = self._streams.of_coroutine()
-
-        def failed(value: Any, error: BaseException | None, failure: BaseException) -> None:
-            answer(None, failure)
-
-        return streams.follow(coroutine), _answering(lambda: streams, answer, failed)
-
-
-def _answering(
-    make: Callable[[], Streams], run: Callable[..., None], failed: Callable[..., None]
-) -> Callable[..., None]:
-    def answer(*args: Any) -> None:
-        with Attempt(make) as attempt:
-            if attempt.error is None:
-                run(*args)
-            else:
-                failed(*args, attempt.error)
-
-    return answer
 
 
 def _exchange(control: Control, executor: Executor) -> Exchange | None:

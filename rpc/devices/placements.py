@@ -14,7 +14,7 @@ from rpc.serialization.memory import memory_at
 from rpc.serialization.placement import unmapped
 from rpc.serialization.tensors import placed
 
-__all__ = ["Between", "Placed"]
+__all__ = ["Placed"]
 
 
 class Placed:
@@ -79,15 +79,3 @@ class Placed:
         if target.type == "cpu":
             return placed, (*layout, data, requires_grad)
         return on_device, (str(target), *layout, data, requires_grad)
-
-
-class Between:
-    """See ``PeerDevices``.
-
-    Args:
-        calls, answers: where tensors go that are sent to the worker.
-    """
-
-    def __init__(self, calls: Placed, answers: Placed) -> None:
-        self.calls = calls
-        self.answers = answers

@@ -54,7 +54,7 @@ class Streams:
         reads: whether they are made for a message. The first tensor in it makes its device the current one.
 
     Attributes:
-        arrived: the tensors that were read from the message; None if there is none, or it is ``loaded``.
+        arrived: the tensors that were read from the message; None if there is none, or it is read.
         used: the uses of objects of this worker on these streams since they were last entered; of a
             coroutine also earlier ones, as long as it may still use the object.
     """
@@ -114,9 +114,28 @@ class Streams:
         self._streams = [_current_stream(each) for each in self._devices]
         _make_current(streams, device)
 
-    def loaded(self) -> None:
-        """The message is read: what arrives from now on is not part of it, and its tensors may be freed."""
+    def enclosing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """See ``Enclosure``. The message is read: what arrives from now on is not part of it, and its tensors
+        may be freed. What uses the same objects after the function waits for its work.
+        """
         self.arrived = None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            finally:  # before the answer is out, and the next request comes
+                self.share()
+
+        return call
+
+    def later(self, coroutine: Any, answer: Callable[..., None]) -> tuple[Any, Callable[..., None]]:
+        """See ``Enclosure``. The coroutine's steps are on the same streams, and so is its answer."""
+        streams = self.of_coroutine()
+
+        def failed(value: Any, error: BaseException | None, failure: BaseException) -> None:
+            answer(None, failure)
+
+        return streams.follow(coroutine), Attempt(lambda: streams).answering(answer, failed)
 
     def share(self) -> None:
         """Have what uses the same objects of this worker from now on wait for the work so far."""
@@ -197,6 +216,18 @@ class Attempt:
     def __exit__(self, *raised: object) -> None:
         if self.streams is not None:
             self.streams.__exit__(*raised)
+
+    def answering(self, run: Callable[..., None], failed: Callable[..., None]) -> Callable[..., None]:
+        """See ``Border``: a function that is called once."""
+
+        def answer(*args: Any) -> None:
+            with self:
+                if self.error is None:
+                    run(*args)
+                else:
+                    failed(*args, self.error)
+
+        return answer
 
 
 def _current_device(devices: Sequence[torch.device]) -> int:

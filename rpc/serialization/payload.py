@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -106,16 +106,16 @@ class Placement(Protocol):
         """
 
 
-class PeerDevices(Protocol):
-    """The agreement with one worker about devices."""
+class PeerDevices(NamedTuple):
+    """The agreement with one worker about devices.
 
-    @property
-    def calls(self) -> Placement:
-        """Placement of tensors in calls: by this worker's device map."""
+    Attributes:
+        calls: placement of tensors in calls: by this worker's device map.
+        answers: placement of tensors in answers: by the inverse of the other worker's device map.
+    """
 
-    @property
-    def answers(self) -> Placement:
-        """Placement of tensors in answers: by the inverse of the other worker's device map."""
+    calls: Placement
+    answers: Placement
 
 
 @dataclass(slots=True, eq=False)

@@ -56,7 +56,7 @@ WAITS: Final = (
     Deletion(
         "what a callback has made is waited for",
         "rpc/devices/arrival.py",
-        "following._ready = self._devices.ready_with(value)",
+        "following._ready = Ready.with_tensors_in(value, self._devices, self._updates)",
         tests="test_streams_wait_for_tensors_that",
     ),
     Deletion("a reference's value joins", "rref/value.py", "self._made.join(self._content)"),
