@@ -271,10 +271,10 @@ class ReferenceServer:
                 self._activity.postponed_ended()
 
     def _answer_fetch(self, fetch: tuple[Peer, int, Value]) -> None:
-        self._requests.border.answering(self._send_object, self._fail_fetch)(*fetch)
+        def failed(peer: Peer, call_id: int, _: Value, error: BaseException) -> None:
+            self._answers.fail(peer, call_id, error)
 
-    def _fail_fetch(self, peer: Peer, call_id: int, _: Value, error: BaseException) -> None:
-        self._answers.fail(peer, call_id, error)
+        self._requests.border.answering(self._send_object, failed)(*fetch)
 
     def _send_object(self, peer: Peer, call_id: int, value: Value) -> None:
         try:

@@ -56,7 +56,6 @@ T = TypeVar("T")
 S = TypeVar("S")
 F = TypeVar("F", bound="torch.futures.Future[Any]")
 
-_NO_DEVICES: Final[list[torch.device]] = []
 # PyTorch's methods in Python only call these.
 _construct = BaseFuture.__init__
 _is_done = BaseFuture.done
@@ -92,7 +91,6 @@ class Future(torch.futures.Future[T]):
 
     _arrival: Arrival | None
     """Its value, if work may go on after it has arrived."""
-    _devices: list[int | str | torch.device] | None
     _asked: tuple[object, Peer] | None
     _call: PendingCall | None
     _claim: LockType
@@ -101,7 +99,7 @@ class Future(torch.futures.Future[T]):
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         super().__init__(devices=devices)
         self._asked = self._call = self._arrival = None
-        self._devices = devices
+        self._devices: list[int | str | torch.device] | None = devices
 
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
@@ -115,7 +113,7 @@ class Future(torch.futures.Future[T]):
     def to_complete(cls, call: PendingCall) -> Future[Any]:
         """As ``for_call``, for a caller that completes it if the call has ended by now."""
         future: Future[Any] = cls.__new__(cls)
-        _construct(future, _NO_DEVICES)  # does what PyTorch's constructor does, at half the cost
+        _construct(future, [])  # does what PyTorch's constructor does, at half the cost
         future._asked = call.what, call.peer
         future._call = call
         future._claim = allocate_lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
@@ -16,7 +17,7 @@ from rpc.devices.codecs import CpuToDeviceCodec, SharingCodec
 from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of, refusing
 from rpc.devices.placements import Placed
 from rpc.devices.staging import HostStaging
-from rpc.devices.streams import Attempt, Shared, Streams, use_on_current_stream
+from rpc.devices.streams import MOST_PARTS, Attempt, Shared, Streams, use_on_current_stream
 from rpc.group.control import Control
 from rpc.group.peer import Peer
 from rpc.options import AgentOptions
@@ -133,16 +134,14 @@ class Devices(Border):
 
         if exchange is not None and peer.near and not peer.is_self and (calls or theirs):
             exchange.offer(peer, self.local)
-        placed = Placed(name, calls, for_calls, self._staging, reads)
-        placed_answers = Placed(name, answers, for_answers, self._staging, reads)
+        staging = functools.partial(HostStaging, self._executor)
+        placed = Placed(name, calls, for_calls, staging, reads)
+        placed_answers = Placed(name, answers, for_answers, staging, reads)
         codec = peer.codec
         self._takes_cpu = self._takes_cpu or placed.takes_cpu or placed_answers.takes_cpu
         if codec.id == PICKLE:
             codec = self._serializer.pickles_as(CpuToDeviceCodec if self._takes_cpu else SharingCodec)
         peer.agree_on_devices(PeerDevices(placed, placed_answers), codec)
-
-    def _staging(self, *, alone: bool = False) -> HostStaging:
-        return HostStaging(self._executor, alone=alone)
 
     def reads(self, worker: str, tensor: Tensor) -> bool:
         """Whether a worker reads a contiguous tensor in this worker's memory."""
@@ -198,7 +197,7 @@ class Devices(Border):
 
     def work_on_object(self) -> Shared:
         """As ``work``, for an object that requests use, which may be large."""
-        return Shared.of_object(self.local, self.updates)
+        return Shared(self.local, self.updates, MOST_PARTS)
 
     def keep(self, tensors: Iterable[Tensor | None]) -> None:
         """Keep the memory of tensors, where they are on devices, until the current streams have used it."""

@@ -18,10 +18,10 @@ from rpc.runtime.isolation import this_thread as _thread_state
 from rpc.runtime.stepwise import StepwiseCoroutine
 from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
-__all__ = ["Attempt", "Ready", "Shared", "Streams", "arrived", "share", "use_on_current_stream"]
+__all__ = ["MOST_PARTS", "Attempt", "Ready", "Shared", "Streams", "arrived", "share", "use_on_current_stream"]
 
 _current_stream = torch.accelerator.current_stream
-_MOST_PARTS: Final = 10_000
+MOST_PARTS: Final = 10_000
 """Maximum number of parts of an object that each use of it searches for tensors."""
 
 
@@ -361,11 +361,6 @@ class Shared:
         self._searches = True
         self._ready = Ready((), devices)
         self.renewals = 0
-
-    @classmethod
-    def of_object(cls, devices: Sequence[torch.device], updates: Shared) -> Shared:
-        """As ``Shared``, for an object of the program's, which may be large."""
-        return cls(devices, updates, _MOST_PARTS)
 
     def join(self, value: Any = None) -> None:
         """Make the current streams wait for the work on the object so far, and keep the memory of its tensors
