@@ -23,7 +23,6 @@ from dist_autograd.root import Root
 from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.activity import Activity
 from rpc.agent.agent_calls import Calls
-from rpc.agent.device_ports import Attempt
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
 from rpc.agent.received_requests import Request
@@ -205,11 +204,7 @@ class Backwards:
         self._answers.fail(*part)
 
     def _run_part(self, part: tuple[Participant, int, list[Any]]) -> None:
-        if self._requests.devices is None:
-            self._run_and_answer(*part)
-        else:
-            with Attempt(self._requests.devices.streams) as attempt:
-                self._run_and_answer(*part, attempt.error)
+        self._requests.border.answering(self._run_and_answer, self._run_and_answer)(*part)
 
     def _run_and_answer(
         self, running: Participant, call_id: int, marks: list[Any], failure: BaseException | None = None

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from dist_autograd.graph import Leaf
 from dist_autograd.recording import Sent
-from rpc.agent.device_ports import SharedWork
+from rpc.agent.border import Work
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
 from rpc.agent.received_requests import ReceivedRequests
@@ -72,7 +72,7 @@ class Context:
 
     Attributes:
         id: id, the same on all workers.
-        requests: the requests of other workers, which know the devices that messages use.
+        requests: the requests of other workers.
         creator: incarnation of the worker that made it.
         through: the worker that sent it here; None on its creator.
         sends: the messages sent from here, by number.
@@ -98,17 +98,8 @@ class Context:
         self._lock = threading.RLock()  # reentrant: a signal handler may leave this context while it is held
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         """Each leaf and its gradient, by the leaf's identity."""
-        self._work: SharedWork | None = None
-        """The device work that computes the gradients, or None."""
-
-    def work_on(self, gradients: Sequence[Tensor | None]) -> SharedWork | None:
-        """Return the device work that computes gradients, for another thread to wait on; None if on
-        the CPU.
-        """
-        devices = self.requests.devices
-        if devices is None or all(each is None or each.is_cpu for each in gradients):
-            return None
-        return devices.ready()
+        self._work: Work | None = None
+        """The work that computes the gradients; None if they are computed."""
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """The gradient of each leaf of this worker that a backward has reached."""
@@ -123,12 +114,10 @@ class Context:
 
         A leaf that no longer requires grad gets none, as in PyTorch.
         """
-        devices = self.requests.devices
-        on_device = devices is not None and not all(each is None or each.is_cpu for each in gradients)
         with self._lock:
             known = self._gradients
-            if devices is not None and on_device:
-                self._work = self._work or devices.ready()
+            self._work = self._work or self.requests.border.work_on(gradients)
+            if self._work is not None:
                 self._work.join([known[id(leaf.tensor)][1] for leaf in leaves if id(leaf.tensor) in known])
             for reached, gradient in zip(leaves, gradients, strict=True):
                 leaf = reached.tensor
@@ -136,7 +125,7 @@ class Context:
                     continue
                 before = known.get(id(leaf))
                 known[id(leaf)] = leaf, gradient if before is None else _sum(before[1], gradient)
-            if self._work is not None and on_device:
+            if self._work is not None:
                 self._work.renew()
 
     def change(self, leaves: Iterable[Tensor], change: Callable[[Tensor], Tensor]) -> None:

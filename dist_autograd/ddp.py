@@ -29,6 +29,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_autograd import engine
 from dist_autograd.contexts import current
 from dist_autograd.parameter_locks import LockTable
 
@@ -166,7 +167,7 @@ def hand_over(
     with torch.enable_grad():
         source = get_gradient_edge(_new_source(gradients, *leaves))
     with accumulating(leaves, models, backward) as accumulated:
-        accumulate([source], [torch.empty(0, device="cpu")])
+        accumulate([source], [engine.empty()])
     return accumulated
 
 
@@ -177,7 +178,7 @@ class Source(Function):
     def forward(ctx: Any, gradients: Sequence[Tensor | None], *leaves: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.gradients = gradients
-        return torch.empty(0, device="cpu")
+        return engine.empty()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,14 +22,14 @@ from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
 from dist_autograd.torch_internals import current_node, inputs_of
+from rpc.errors import AutogradError
 
 __all__ = [
-    "device_of_this_thread",
-    "devices_of",
+    "finish",
     "heralded",
-    "let_others_run",
+    "pass_of_other_thread",
     "pass_of_this_thread",
-    "wait_for_other_devices",
+    "refuse_here",
 ]
 
 _WITHOUT_THREAD: Final = ("cpu", "meta", "lazy")
@@ -36,6 +37,14 @@ _WITHOUT_THREAD: Final = ("cpu", "meta", "lazy")
 
 _FIRST: Final = 1 << 62
 """A sequence number above that of any node made by autograd."""
+
+_POLL_SECONDS: Final = 0.0005
+"""Interval at which a pass checks whether other threads have made nodes ready on its own."""
+
+_MAX_POLLS: Final = 4000
+"""Maximum number of polls, beyond the number of nodes. Each lets another thread run a node, unless a node has
+failed: then the engine runs no others, and raises that node's error.
+"""
 
 
 class _Passes:
@@ -91,7 +100,7 @@ class _Herald(Function):
     def forward(ctx: Any, anchor: Tensor, task: list[int]) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.task = task
-        return torch.empty(0, device="cpu")
+        return engine.empty()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
@@ -126,7 +135,7 @@ def heralded(
             herald: Any = _Herald.apply(anchor, task)  # type: ignore[no-untyped-call]  # untyped in torch
         engine.set_sequence_number(herald.grad_fn, _FIRST)
         # First: a device's thread may hand the roots out, one by one, and this thread takes what is there.
-        yield [herald, *roots], [torch.empty(0, device="cpu"), *gradients]
+        yield [herald, *roots], [engine.empty(), *gradients]
 
 
 def pass_of_this_thread() -> Any:
@@ -137,43 +146,75 @@ def pass_of_this_thread() -> Any:
     return _passes.find() if here is None else here
 
 
-def device_of_this_thread() -> torch.device | None:
-    """Return the device whose nodes this thread runs; None if it is not a device's thread."""
+def pass_of_other_thread(gradients: Sequence[Tensor | None]) -> Any:
+    """As ``pass_of_this_thread``, for a node that may run on a device's thread. Waits for its gradients
+    on other devices.
+    """
+    found = pass_of_this_thread()
+    _wait_for_other_devices(gradients)
+    return found
+
+
+def _wait_for_other_devices(gradients: Sequence[Tensor | None]) -> None:
+    """Wait for gradients on other devices than this thread's: the engine has the streams of a node's own
+    device wait for its gradients, and no others.
+    """
+    devices = {each.device for each in gradients if each is not None}
+    for device in devices:
+        if device.type not in _WITHOUT_THREAD and device.index != torch.accelerator.current_device_index():
+            torch.accelerator.synchronize(device.index)
+
+
+def refuse_here() -> None:
+    """Raise ``AutogradError`` if a backward cannot begin here, inside another: on a device's thread."""
     node = current_node()
-    return None if node is None else next(iter(devices_of([node])), None)
+    for device in () if node is None else _devices_of([node]):
+        raise AutogradError(
+            f"backward was called by a node or hook on PyTorch's only thread for backwards of {device}, "
+            "which this pass may need as well: call it when the other backward has returned"
+        )
 
 
-def devices_of(nodes: Iterable[Any]) -> set[torch.device]:
+def _devices_of(nodes: Iterable[Any]) -> set[torch.device]:
     """Return the devices on whose threads some of these nodes run."""
     found = {each.device for node in nodes for each in inputs_of(node)}
     return {each for each in found if each.type not in _WITHOUT_THREAD}
 
 
-def let_others_run(anchor: Tensor, device: torch.device) -> None:
-    """Inside a node on the calling thread of a pass: wait for the node that the device's thread runs, if it
-    runs one, and run the nodes that become ready on this thread meanwhile.
+def finish(nodes: Collection[Any], have_run: Callable[[], bool], check: Callable[[], object]) -> None:
+    """Inside a node on the calling thread of a pass: wait until some of its nodes have run, as far as those
+    on device threads can make them ready. These threads continue while a node of this one waits.
+
+    Args:
+        nodes: all nodes of the pass.
+        have_run: whether those that are waited for have run.
+        check: raises the error that has ended the pass.
+    """
+    devices = _devices_of(nodes)
+    for _ in range(len(nodes) + _MAX_POLLS if devices else 0):
+        check()
+        for device in devices:
+            _let_others_run(device)
+        if have_run():
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _let_others_run(device: torch.device) -> None:
+    """Wait for the node that a device's thread runs, if it runs one, and run the nodes that become ready on
+    this thread meanwhile.
 
     A backward inside another, on one thread, takes its nodes from the same queue, but before those of the
     other. So the only node of this one runs on the device's thread.
     """
+    begin = engine.empty(requires_grad=True)
     with torch.enable_grad():
-        end: Tensor = _Detour.apply(anchor, device)  # type: ignore[no-untyped-call]  # untyped in torch
+        end: Tensor = _Detour.apply(begin, device)  # type: ignore[no-untyped-call]  # untyped in torch
     engine.run(
         [end],
         [torch.empty(0, device=device)],
-        [anchor],
+        [begin],
         retain_graph=False,
         accumulate=False,
         known_as=engine.running.known_as,
     )
-
-
-def wait_for_other_devices(gradients: Sequence[Tensor | None]) -> None:
-    """Inside a node: wait for the gradients that are on other devices than the node is run on.
-
-    The engine has the streams of a node's own device wait for its gradients, and no others.
-    """
-    mine = torch.accelerator.current_device_index()
-    others = {each.device.index for each in gradients if each is not None and each.device.type != "cpu"}
-    for index in others - {mine}:
-        torch.accelerator.synchronize(index)

@@ -38,6 +38,7 @@ from rpc.errors import AutogradError
 __all__ = [
     "current_task",
     "directly",
+    "empty",
     "give_way",
     "hold_back",
     "is_running",
@@ -51,6 +52,12 @@ __all__ = [
 ]
 
 
+empty: Final[Callable[..., Tensor]] = functools.partial(torch.empty, 0, device="cpu")
+"""Returns the value of nodes that have none, on the CPU whatever the default is, so that no other thread runs
+them.
+"""
+
+
 class _Running(threading.local):
     known_as: Any = None
     """The ``known_as`` of ``run``, on the thread of a node that it runs; None elsewhere."""
@@ -61,7 +68,7 @@ running: Final = _Running()
 
 def _some_node() -> Any:
     with torch.inference_mode(False), torch.enable_grad():  # the caller may be in either mode
-        return torch.empty(0, device="cpu", requires_grad=True).clone().grad_fn
+        return empty(requires_grad=True).clone().grad_fn
 
 
 @functools.cache

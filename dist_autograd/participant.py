@@ -11,7 +11,7 @@ from dist_autograd.backward_messages import Key, SentMessages
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.recording import Origin
 from dist_autograd.worker_pass import WorkerPass
-from rpc.agent.device_ports import SharedWork
+from rpc.agent.border import Work
 from rpc.errors import AutogradError
 from rpc.group.peer import Peer
 from rpc.serialization.payload import Payload
@@ -37,7 +37,7 @@ class Participant:
         self.load = messages.load
         self._messages = messages
         self.whole = whole
-        self._held_back: tuple[Origin, Sequence[Tensor | None], SharedWork | None] | None = None
+        self._held_back: tuple[Origin, Sequence[Tensor | None], Work | None] | None = None
         """For a whole part, gradients for the root, which are sent in the answer."""
 
     def run(self, marks: Sequence[Any]) -> Payload:
@@ -60,7 +60,8 @@ class Participant:
     def post(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         if self.whole and origin.source is self.peer:
             before = self._held_back
-            self._held_back = origin, gradients, self.own.context.work_on(gradients)
+            work = self.own.context.requests.border.work_on(gradients)
+            self._held_back = origin, gradients, work
             if before is None:
                 return
             origin, gradients, work = before

@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
-from dist_autograd.device_threads import pass_of_this_thread, wait_for_other_devices
+from dist_autograd.device_threads import pass_of_other_thread
 from dist_autograd.graph import Mark, marks_behind
 from dist_autograd.torch_internals import class_of_nodes
 from rpc.errors import AutogradError, ProtocolError
@@ -43,7 +43,7 @@ clock: Final = itertools.count(1)
 def anchor() -> Tensor:
     """Return the leaf that all recvs lead to; it is made when an agent starts."""
     with torch.inference_mode(False):  # the caller may be in that mode
-        return torch.empty(0, device="cpu", requires_grad=True)
+        return engine.empty(requires_grad=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +135,7 @@ class Send(Function):
     def forward(ctx: Any, message: int, position: int, tensor: Tensor) -> Tensor:
         ctx.materialize_grads = False
         ctx.message, ctx.position = message, position
-        return torch.empty(0, device="cpu")
+        return engine.empty()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None, Tensor | None]:
@@ -149,20 +149,18 @@ class Recv(Function):
     def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], origin: Origin) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
         ctx.origin = origin
-        ctx.on_device = not all(tensor.is_cpu for tensor in tensors)
+        ctx.elsewhere = not all(tensor.is_cpu for tensor in tensors)
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        running = pass_of_this_thread() if ctx.on_device else engine.running.known_as
+        running = pass_of_other_thread(gradients) if ctx.elsewhere else engine.running.known_as
         if running is None:
             source = ctx.origin.source.name
             raise AutogradError(
                 f"this graph goes on at worker '{source}', where a local backward cannot follow: call "
                 f"dist_autograd.backward({ctx.origin.context_id}, [loss]) in place of loss.backward()"
             )
-        if ctx.on_device:
-            wait_for_other_devices(gradients)
         running.post(ctx, gradients)
         return None, None, None
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dist_autograd import engine
 from dist_autograd.backward_messages import Key, RemotePart, SentMessages, failure_of, given_up
-from dist_autograd.device_threads import device_of_this_thread
+from dist_autograd.device_threads import refuse_here
 from dist_autograd.graph import Mark
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.recording import Origin
@@ -72,12 +72,8 @@ class Root:
     def run(self, roots: Sequence[Tensor]) -> None:
         """Run the backward pass; raises the error that ended it."""
         nested = engine.is_running()
-        device = device_of_this_thread() if nested else None
-        if device is not None:
-            raise AutogradError(
-                f"backward was called by a node or hook on PyTorch's only thread for backwards of {device}, "
-                "which this pass may need as well: call it when the other backward has returned"
-            )
+        if nested:
+            refuse_here()
         try:
             self._mark_all(self.own.start(roots))
             self._left = self._asked | self._told.keys()
@@ -155,10 +151,7 @@ class Root:
         gradients = list(map(torch.ones_like, roots))
         try:
             if nested:
-                run: Callable[..., None] = self.own.run
-                devices = self.own.context.requests.devices
-                if devices is not None:
-                    run = devices.current_streams().around(run)
+                run = self.own.context.requests.border.elsewhere(self.own.run)
                 _on_another_thread(partial(run, self, roots, gradients))
             else:
                 self.own.run(self, roots, gradients)

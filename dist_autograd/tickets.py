@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -30,12 +29,12 @@ class Ticket(Function):
     def forward(ctx: Any, sent: Sent, indices: Sequence[int], previous: Tensor, *ends: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.sent, ctx.indices = sent, indices
-        return torch.empty(0, device="cpu")
+        return engine.empty()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients = engine.running.known_as.await_gradients(ctx.sent, ctx.indices)
-        return (None, None, torch.empty(0, device="cpu"), *gradients)
+        return (None, None, engine.empty(), *gradients)
 
 
 new_ticket: Final[Callable[..., Tensor]] = engine.directly(Ticket)

@@ -12,10 +12,9 @@ A pass knows the graph and the engine. It reaches other workers only through ``L
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from dist_autograd import engine
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models, accumulating, hand_over
-from dist_autograd.device_threads import devices_of, heralded, let_others_run
+from dist_autograd.device_threads import finish, heralded
 from dist_autograd.graph import ROOTS, Leaf, Mark, Reach
 from dist_autograd.leaves import gradients_of_leaves, owned
 from dist_autograd.progress import Event, Progress
@@ -38,15 +37,6 @@ from rpc.runtime.torch_internals import is_profiler_enabled
 from rpc.wire.frames import Frame
 
 __all__ = ["Links", "WorkerPass"]
-
-_DEVICE_POLL_SECONDS: Final = 0.0005
-"""Interval at which a pass checks whether nodes on device threads have made others ready on its own
-thread.
-"""
-_MAX_DEVICE_POLLS: Final = 4000
-"""Maximum number of polls, beyond the number of nodes. Each lets a device's thread run a node, unless a node
-has failed: then the engine runs no others, and raises that node's error.
-"""
 
 
 class Links(Protocol):
@@ -90,13 +80,13 @@ class WorkerPass:
         self._sent: dict[int, Sent] = {}
         self._origins: dict[tuple[int, int], Origin] = {}
         self._marked: dict[int, set[int]] = {}
-        self._on_devices = False
-        """Whether tensors of a recv are on a device."""
+        self._elsewhere = False
+        """Whether a recv runs on another thread of the engine's."""
         self._run: set[int] = set()
         self._arrived: dict[int, tuple[Peer, Frame]] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
         self._posting = threading.Lock()
-        """Lock held while a recv posts its gradients: recvs run on several threads if there are devices."""
+        """Lock held while a recv posts its gradients: recvs may run on several threads."""
 
     # ---- before it runs
 
@@ -144,7 +134,7 @@ class WorkerPass:
                     "one context for the forward and its backward"
                 )
             self._origins[node.origin.sender, node.origin.message] = node.origin
-            self._on_devices = self._on_devices or node.on_device
+            self._elsewhere = self._elsewhere or node.elsewhere
         return marks
 
     def behind(self, mark: Mark) -> list[Mark] | None:
@@ -226,7 +216,7 @@ class WorkerPass:
         """Run the engine once over everything; returns the gradients of the leaves."""
         if self._marked:
             roots = [*roots, self._tickets()]
-            gradients = [*gradients, torch.empty(0, device="cpu")]
+            gradients = [*gradients, engine.empty()]
         return self._run_engine(roots, gradients, leaves, accumulate=accumulate)
 
     def _run_apart(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -258,7 +248,7 @@ class WorkerPass:
             gradients = [gradient for index in indices if (gradient := received[index]) is not None]
             if len(gradients) == len(indices):
                 return self._run_engine(list(map(sent.entry, indices)), gradients, leaves)
-        begin = torch.empty(0, device="cpu")
+        begin = engine.empty()
         return self._run_engine([sent.end(index) for index in indices], [begin] * len(indices), leaves)
 
     def _run_engine(
@@ -269,23 +259,22 @@ class WorkerPass:
         *,
         accumulate: bool = False,
     ) -> list[Tensor | None]:
-        devices = self.context.requests.devices
-        if devices is not None:
-            devices.updates.wait()  # go on with parameters as they are now: others may have stepped meanwhile
+        border = self.context.requests.border
+        # Go on with parameters as they are now: others may have stepped meanwhile.
+        border.catch_up()
         hooked = accumulate and any(not leaf.tensor.is_cpu for leaf in leaves)
         ends = [*map(_end, leaves), anchor()]
         run = partial(
             engine.run, inputs=ends, retain_graph=self.retain_graph, accumulate=accumulate, known_as=self
         )
         with spans.span("gradients", leaves=len(leaves)):
-            if hooked or self._on_devices:
+            if hooked or self._elsewhere:
                 with heralded(roots, gradients, anchor()) as begin:
                     captured = run(*begin)
             else:
                 captured = run(roots, gradients)
         found = list(captured[: len(leaves)])
-        if devices is not None:  # the engine makes the current streams wait, and does no more
-            devices.use(found)
+        border.keep(found)
         return found
 
     def _tickets(self) -> Tensor:
@@ -317,31 +306,14 @@ class WorkerPass:
             gradient itself, anything.
         """
         newer = [node for node in self._reach.recvs if node.origin.received > sent.number]
-        self._finish_on_devices(newer)
+        if not self._run.issuperset(map(id, newer)):
+            finish(self._reach.nodes(), lambda: self._run.issuperset(map(id, newer)), self.progress.check)
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self._await_one_of((sent.number,))
-        devices = self.context.requests.devices
-        if devices is not None:
-            devices.updates.wait()  # as before the engine runs
+        self.context.requests.border.catch_up()
         self._take_gradients(sent)
-        gradients, nothing = self._gradients[sent.number], torch.empty(0, device="cpu")
+        gradients, nothing = self._gradients[sent.number], engine.empty()
         return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]
-
-    def _finish_on_devices(self, recvs: list[Any]) -> None:
-        """Wait until all of these have run. Device threads continue while a node of this thread waits, and
-        the nodes that they run may make further nodes ready for this thread.
-        """
-        if self._run.issuperset(map(id, recvs)):
-            return
-        nodes = self._reach.nodes()
-        devices = devices_of(nodes)
-        for _ in range(len(nodes) + _MAX_DEVICE_POLLS if devices else 0):
-            self.progress.check()
-            for device in devices:
-                let_others_run(anchor(), device)
-            if self._run.issuperset(map(id, recvs)):
-                return
-            time.sleep(_DEVICE_POLL_SECONDS)
 
     def _take_gradients(self, sent: Sent) -> None:
         gradients = self._links.load(*self._arrived.pop(sent.number))

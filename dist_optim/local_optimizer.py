@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
@@ -168,20 +169,11 @@ def _steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-@contextlib.contextmanager
-def _updates(optimizer: object) -> Iterator[None]:
-    """Let an optimizer use and change its parameters and its state on devices inside the block, after earlier
-    changes and before later uses. Called with the locks held.
+def _updates(optimizer: object) -> AbstractContextManager[Any]:
+    """Let an optimizer use and change its parameters and its state inside the block, after earlier changes
+    and before later uses. Called with the locks held.
     """
-    devices = autograd().contexts.requests.devices
-    if devices is None:
-        yield
-        return
-    devices.updates.join(optimizer)
-    try:
-        yield
-    finally:
-        devices.updates.renew()
+    return autograd().contexts.requests.border.updating(optimizer)
 
 
 def _gradients(context_id: int) -> dict[Tensor, Tensor]:

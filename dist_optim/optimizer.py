@@ -123,9 +123,8 @@ class DistributedOptimizer:
                 which the step failed, and those on which it was performed.
         """
         check_context(context_id)
-        devices = autograd().contexts.requests.devices
-        if devices is not None:  # parameters of this worker: order the step after their current uses
-            devices.updates.renew()
+        # Parameters of this worker: order the step after their current uses.
+        autograd().contexts.requests.border.updated()
         on_all_objects(self.local_optimizers, "step", lambda local: local.step(context_id))
 
     def clip_grad_norm_(

@@ -96,7 +96,7 @@ def _measured(other: str, device: torch.device) -> str:
     if not torch.equal(back.cpu(), torch.arange(_BYTES // 4, dtype=torch.int32).bitwise_not()):
         raise RuntimeError("a tensor came back with other elements")
     seconds = statistics.median(times[1:])
-    in_place = agent.calls.requests.devices.reads(other, tensor)
+    in_place = agent.calls.requests.border.reads(other, tensor)
     way = "read in place" if in_place else "copied through pinned memory"
     return f"{way}, {2 * _BYTES / seconds / 1e9:.2f} GB/s there and back"
 

@@ -256,10 +256,8 @@ class _RetriedCall(Future[Any]):
         self._attempts.give_up()
 
     @interruptible  # it runs callbacks
-    def end(self, attempt: Future[Any] | None, value: Any, error: BaseException | None) -> None:
+    def end(self, value: Any, error: BaseException | None) -> None:
         """Complete it with the outcome of its last attempt."""
-        if attempt is not None:
-            self._arrived, self._peer = attempt._arrived, attempt._peer
         if error is None:
             self.set_result(value)
         else:
@@ -323,7 +321,7 @@ class _Attempts:
         with torch.set_grad_enabled(self._records_gradients):
             attempt = self._attempt = self._agent.call_async(self.name, function, args, kwargs, timeout)
         for future in self._unfinished:
-            future._peer = attempt._peer  # ``then`` and ``collect_all`` look for the devices that it uses
+            future._arrival = attempt._arrival
         attempt.add_done_callback(partial(self._ended, is_loss))
         if self._cancelled:  # by another thread, which may have seen only the last attempt
             attempt.cancel()
@@ -340,9 +338,9 @@ class _Attempts:
                     return
             except Exception as prevented:
                 error.__cause__ = prevented
-            self._end(attempt, None, error)
+            self._end(None, error)
         else:
-            self._end(attempt, value, None)
+            self._end(value, None)
 
     def _try_again(self, error: Exception) -> bool:
         """Make the call again, now or later; false if its callee cannot come back."""
@@ -374,11 +372,11 @@ class _Attempts:
                 self._make(self._seconds_left())
             elif isinstance(self._agent, Agent) and self._agent.closed:
                 why = f"{self._asked} was to be called again, as the worker was lost: {lost}"
-                self._end(None, None, NotInitializedError(f"RPC has been shut down: {why}"))
+                self._end(None, NotInitializedError(f"RPC has been shut down: {why}"))
             else:
-                self._end(None, None, _not_back(lost))
+                self._end(None, _not_back(lost))
         except Exception as error:
-            self._end(None, None, error)
+            self._end(None, error)
 
     def cancel(self) -> bool:
         """Cancel the call; false if it has ended. Callbacks run on this thread."""
@@ -387,7 +385,7 @@ class _Attempts:
         attempt = self._attempt
         if attempt is not None and not attempt.done():
             return attempt.cancel()
-        return self._end(None, None, CancelledError(f"{self._asked} was cancelled by its caller"))
+        return self._end(None, CancelledError(f"{self._asked} was cancelled by its caller"))
 
     def give_up(self) -> None:
         """Cancel the call; callbacks run on another thread."""
@@ -395,14 +393,14 @@ class _Attempts:
             self._agent.executor.submit((_cancel, self))
 
     @protected
-    def _end(self, attempt: Future[Any] | None, value: Any, error: BaseException | None) -> bool:
+    def _end(self, value: Any, error: BaseException | None) -> bool:
         """Complete the future; false if it is complete."""
         try:
             future = self._unfinished.pop()
         except IndexError:
             return False
         self._call, self._attempt, self._forget = None, None, _nothing  # releases the arguments
-        future.end(attempt, value, error)
+        future.end(value, error)
         return True
 
 

@@ -13,7 +13,6 @@ from typing import Any, Final
 from rpc.agent.activity import Activity
 from rpc.agent.agent_calls import Calls
 from rpc.agent.answer_sender import Answer
-from rpc.agent.device_ports import Attempt
 from rpc.agent.messages import Messages
 from rpc.agent.received_requests import Request
 from rpc.agent.request_runner import LATER, Call
@@ -236,7 +235,7 @@ class ReferenceServer:
             made = None
             if error is None:
                 try:
-                    made = self._requests.object_ready()
+                    made = self._requests.border.work_on_object()
                 except BaseException as raised:
                     error = raised
             parked = value.set(content, made) if error is None else value.fail(error)
@@ -272,16 +271,10 @@ class ReferenceServer:
                 self._activity.postponed_ended()
 
     def _answer_fetch(self, fetch: tuple[Peer, int, Value]) -> None:
-        devices = fetch[0].devices
-        if devices is None:
-            self._send_object(*fetch)
-            return
-        with Attempt(devices.streams) as attempt:
-            if attempt.error is None:
-                self._send_object(*fetch)
-            else:
-                peer, call_id, _ = fetch
-                self._answers.fail(peer, call_id, attempt.error)
+        def failed(peer: Peer, call_id: int, _: Value, error: BaseException) -> None:
+            self._answers.fail(peer, call_id, error)
+
+        self._requests.border.answering(self._send_object, failed)(*fetch)
 
     def _send_object(self, peer: Peer, call_id: int, value: Value) -> None:
         try:

@@ -193,7 +193,7 @@ class References:
     def own(self, content: Any) -> tuple[RRefId, Ref]:
         """Register an object of this worker that references refer to."""
         rref = self._protocol.new_id()
-        self._values[rref] = Value.of(content, self._requests.object_ready())
+        self._values[rref] = Value.of(content, self._requests.border.work_on_object())
         self.steps.do(self._protocol.own, rref)
         return rref, rref
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rpc.agent.device_ports import SharedWork
+from rpc.agent.border import Work
 from rpc.errors import RemoteError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
@@ -58,12 +58,12 @@ class Value:
         self._ready = False
         self._content: Any = None
         self._error: BaseException | None = None
-        self._made: SharedWork | None = None
+        self._made: Work | None = None
         self._waiting: list[Callable[[], object]] = []
         self._parked: list[Fetch] = []
 
     @classmethod
-    def of(cls, content: Any, made: SharedWork | None = None) -> Value:
+    def of(cls, content: Any, made: Work | None = None) -> Value:
         """Return a value that is set already; ``made`` is as for ``set``."""
         value = cls()
         value._content, value._made = content, made
@@ -82,7 +82,7 @@ class Value:
 
     @property
     def content(self) -> Any:
-        """The object, whose tensors on devices may still be being computed; see ``get``."""
+        """The object, which may still be being computed; see ``get``."""
         return self._content
 
     @property
@@ -101,12 +101,12 @@ class Value:
         content = self._content
         return content.numel() * content.element_size() if type(content) is torch.Tensor else 0
 
-    def set(self, content: Any, made: SharedWork | None = None) -> list[Fetch]:
+    def set(self, content: Any, made: Work | None = None) -> list[Fetch]:
         """Set the object. Returns the parked fetches, for the caller to answer.
 
         Args:
             content: the object.
-            made: the device work that produces it.
+            made: the work that produces it.
         """
         self._made = made
         return self._finish(content, None)
@@ -137,8 +137,8 @@ class Value:
         return self._ready and _took_back(self._waiting, callback)
 
     def get(self) -> Any:
-        """Return the object, or raise the error of creating it. Only once it ``is_ready``. The devices'
-        current streams wait for the work that produces it.
+        """Return the object, or raise the error of creating it. Only once it ``is_ready``. What this thread
+        does later waits for the work that produces it.
         """
         if self._error is not None:
             raise twin(self._error)  # a copy: frames that it passes may hold the reference

@@ -8,6 +8,7 @@ from typing import Final
 
 from rpc.agent.activity import Activity
 from rpc.agent.answer_sender import AnswerSender
+from rpc.agent.border import Border
 from rpc.agent.caller import Caller
 from rpc.agent.calls import CallTable
 from rpc.agent.futures import Completions
@@ -75,6 +76,10 @@ class Calls:
         activity.serve(lambda: requests.begun)
         hooks.awaited.append(table.peers)
         hooks.gone.extend((lambda peer, _: table.lost(peer), requests.peer_gone))
+
+    def put_border(self, border: Border) -> None:
+        """Replace the border: what is done where messages come in and go out."""
+        self.table.border = self.requests.border = border
 
     def describe(self) -> str:
         """Describe the calls that this worker waits for, and those that it runs."""

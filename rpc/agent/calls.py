@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar, overload
 from torch import Tensor, is_grad_enabled
 
 from rpc.agent.activity import Activity
+from rpc.agent.border import Border
 from rpc.agent.dispatcher import Dispatcher, Sender
 from rpc.agent.tape import Tracing
 from rpc.errors import (
@@ -243,6 +244,7 @@ class CallTable:
         opened: number of calls that were ever entered; of several simultaneous ones, some may be counted
         late.
         run_soon: as given.
+        border: what is done where answers come in.
     """
 
     def __init__(
@@ -256,6 +258,7 @@ class CallTable:
         run_soon: Callable[[Sequence[Task]], object],
     ) -> None:
         self.opened = 0
+        self.border = Border()
         self._loop = loop
         self._serializer = serializer
         self._tracing = tracing
@@ -531,8 +534,7 @@ class CallTable:
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         """Return the value in a reply; raises the error in a failure."""
         kind, _, header, buffers, codec = frame
-        if call.peer.devices is not None:
-            call.peer.devices.updates.wait()
+        self.border.catch_up()
         if kind == Kind.FAILURE:
             raise self._serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
         connect: Connect | None = None if call.wants_graph else _as_leaves

@@ -1,8 +1,8 @@
 """Has ``torch.futures.collect_all`` and ``wait_all`` use calls' own futures.
 
-PyTorch's function copies the futures that it is given. A copy does not know of ``rpc.Future``: it does not
-make streams wait for tensors. And it takes an error that was set from Python for a value, so it waits for all
-the others before it fails. The function that both call is replaced while this process has an agent.
+PyTorch's function copies the futures that it is given. A copy does not know of ``rpc.Future``, and does not
+wait for the work on its value. And it takes an error that was set from Python for a value, so it waits for
+all the others before it fails. The function that both call is replaced while this process has an agent.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 
+from rpc.agent.border import Arrival
 from rpc.agent.calls import PendingCall, name_of
-from rpc.agent.device_ports import ArrivedTensors, Attempt
 from rpc.errors import NotInitializedError, RpcTimeoutError
 from rpc.group.peer import Peer
 from rpc.runtime.blocking import INFINITE, Event, check_may_block, wait_for, wait_for_event
@@ -56,7 +56,6 @@ T = TypeVar("T")
 S = TypeVar("S")
 F = TypeVar("F", bound="torch.futures.Future[Any]")
 
-_NO_DEVICES: Final[list[torch.device]] = []
 # PyTorch's methods in Python only call these.
 _construct = BaseFuture.__init__
 _is_done = BaseFuture.done
@@ -88,22 +87,19 @@ class Future(torch.futures.Future[T]):
         total = await future            # in a coroutine, on any asyncio loop
     """
 
-    __slots__ = ("_arrived", "_asked", "_call", "_claim", "_devices", "_ending", "_peer")
+    __slots__ = ("_arrival", "_asked", "_call", "_claim", "_devices", "_ending")
 
-    _arrived: ArrivedTensors | None
-    _devices: list[int | str | torch.device] | None
-
+    _arrival: Arrival | None
+    """Its value, if work may go on after it has arrived."""
     _asked: tuple[object, Peer] | None
     _call: PendingCall | None
     _claim: LockType
     _ending: tuple[Any, BaseException | None] | None
-    _peer: Peer | None
-    """The worker that the call was made to whose future this continues; None if there is none."""
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         super().__init__(devices=devices)
-        self._asked = self._call = self._arrived = self._peer = None
-        self._devices = devices
+        self._asked = self._call = self._arrival = None
+        self._devices: list[int | str | torch.device] | None = devices
 
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
@@ -117,12 +113,12 @@ class Future(torch.futures.Future[T]):
     def to_complete(cls, call: PendingCall) -> Future[Any]:
         """As ``for_call``, for a caller that completes it if the call has ended by now."""
         future: Future[Any] = cls.__new__(cls)
-        _construct(future, _NO_DEVICES)  # does what PyTorch's constructor does, at half the cost
+        _construct(future, [])  # does what PyTorch's constructor does, at half the cost
         future._asked = call.what, call.peer
-        future._peer = call.peer
         future._call = call
         future._claim = allocate_lock()
-        future._ending = future._arrived = future._devices = None
+        future._ending = future._devices = None
+        future._arrival = call.table.border.arrival()
         call.future = future
         return future
 
@@ -133,9 +129,8 @@ class Future(torch.futures.Future[T]):
         """
         futures = tuple(futures)  # the caller's list may change meanwhile
         collected = _Collected(futures)
-        peers = [each._peer for each in futures if isinstance(each, Future)]
-        uses_devices = (each for each in peers if each is not None and each.devices is not None)
-        collected._peer = next(uses_devices, None)
+        arrivals = [each._arrival for each in futures if isinstance(each, Future)]
+        collected._arrival = next((each.following() for each in arrivals if each is not None), None)
         left = itertools.count(len(futures) - 1, -1)
 
         @protected
@@ -160,27 +155,20 @@ class Future(torch.futures.Future[T]):
         call = self._call
         if call is None:
             return
-        if call.peer.devices is None:
-            self._complete(call)
+        if self._arrival is None:
+            self._complete(call.result)
         else:
-            with Attempt(call.peer.devices.streams) as attempt:
-                self._complete(call, attempt)
+            self._arrival.complete(self._complete, call.result)
 
     @protected
-    def _complete(self, call: PendingCall, attempt: Attempt | None = None) -> None:
-        """See ``complete``; the streams of ``attempt`` are current, if messages use devices."""
+    def _complete(self, decode: Callable[[], Any]) -> None:
         interruption: BaseException | None = None
         while (ending := self._ending) is None:
             if not self._claim.acquire(blocking=False):
                 _until_free(self._claim)  # another thread is decoding
                 continue
             try:
-                if attempt is not None and attempt.error is not None:
-                    raise attempt.error
-                value = call.result()
-                if attempt is not None:
-                    self._arrived = attempt.streams.ready()
-                self._ending = value, None
+                self._ending = decode(), None
             except BaseException as error:
                 if is_interruption(error):
                     interruption = error
@@ -216,14 +204,14 @@ class Future(torch.futures.Future[T]):
                 _call_when_done(self, functools.partial(_release, done))
                 if not wait_for(done, INFINITE if timeout is None else monotonic() + timeout):
                     raise RpcTimeoutError(f"{self!r} was not completed within {timeout:g} s; it goes on")
-        if self._arrived is not None:
-            self._arrived.join()
+        if self._arrival is not None:
+            self._arrival.join()
         return cast("T", _value_of(self))
 
     def value(self) -> T:
         """Return the value of a completed future; raises its error."""
-        if self._arrived is not None:
-            self._arrived.join()
+        if self._arrival is not None:
+            self._arrival.join()
         return super().value()
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # as PyTorch means it
@@ -353,8 +341,8 @@ class Future(torch.futures.Future[T]):
             except asyncio.CancelledError:
                 self._give_up()
                 raise
-        if self._arrived is not None:
-            self._arrived.join()
+        if self._arrival is not None:
+            self._arrival.join()
         return cast("T", _value_of(self))
 
 
@@ -380,7 +368,7 @@ class _Continuation:
 
     def __init__(self, source: Future[Any], callback: Callable[[Any], Any]) -> None:
         self.future: Future[Any] = Future(devices=source._devices)
-        self.future._peer = source._peer
+        self.future._arrival = None if source._arrival is None else source._arrival.following()
         self._source: Future[Any] | None = source
         self._callback = callback
         self._context = _own_context()
@@ -414,15 +402,10 @@ class _Continuation:
 
     def _run(self) -> Any:
         run, source = self._context.run, cast("Future[Any]", self._source)
-        if source._arrived is None:
-            value = with_default_modes(run, self._callback, source)
-            if source._peer is not None and source._peer.devices is not None:
-                self.future._arrived = source._peer.devices.ready_with(value)
-            return value
-        with source._arrived.streams() as streams:
-            value = with_default_modes(run, self._callback, source)
-            self.future._arrived = streams.ready_with(value)
-        return value
+        if source._arrival is None:
+            return with_default_modes(run, self._callback, source)
+        compute = functools.partial(with_default_modes, run, self._callback, source)
+        return source._arrival.go_on(compute, self.future._arrival)
 
 
 def _own_context() -> Context:
@@ -437,11 +420,10 @@ def _called_back(
     context: Context, source: Future[Any], callback: Callable[[Any], object], future: object
 ) -> None:
     try:
-        if source._arrived is None:
+        if source._arrival is None:
             with_default_modes(context.run, callback, future)
         else:
-            with Attempt(source._arrived.streams):  # without them, it waits on the current streams
-                with_default_modes(context.run, callback, source)
+            source._arrival.call_back(functools.partial(with_default_modes, context.run, callback, source))
     except BaseException as error:
         if not is_interruption(error):
             raise

@@ -17,8 +17,8 @@ from time import monotonic
 from typing import Any
 
 from rpc.agent.activity import Activity
+from rpc.agent.border import Border, Enclosure
 from rpc.agent.calls import CANCEL
-from rpc.agent.device_ports import RequestDevices, RequestStreams, SharedWork
 from rpc.agent.dispatcher import Dispatcher
 from rpc.agent.tape import Observation, Recording
 from rpc.errors import ProtocolError
@@ -39,7 +39,7 @@ class Request:
     ``recording`` is its recording, once it is loaded; ``task`` runs its coroutine, if it has one.
     ``cancelled``: whether its caller has cancelled it, or it has failed. ``failure``: why it cannot begin.
     ``began``: when it arrived, on the monotonic clock.
-    ``streams``: the device streams that it runs on; None if messages use no devices.
+    ``enclosure``: what it runs inside of, if anything.
     ``taken``: when a thread began to load it, if there is a listener for runs.
     """
 
@@ -47,11 +47,11 @@ class Request:
         "arrivals",
         "began",
         "cancelled",
+        "enclosure",
         "failure",
         "frame",
         "peer",
         "recording",
-        "streams",
         "taken",
         "task",
     )
@@ -66,7 +66,7 @@ class Request:
         self.began = monotonic()
         self.taken = 0.0
         self.task: asyncio.Task[None] | None = None
-        self.streams: RequestStreams | None = None
+        self.enclosure: Enclosure | None = None
 
     def cancel(self) -> None:
         """Keep it from beginning, or cancel its coroutine; a function on a thread continues. From
@@ -92,14 +92,14 @@ class ReceivedRequests:
 
     Attributes:
         begun: number of requests ever accepted; of several simultaneous ones, some may be counted late.
-        devices: the devices that messages use; None if they use none.
+        border: what is done where requests come in, and are answered.
     """
 
     def __init__(
         self, serializer: Serializer, events: Events, executor: Executor, activity: Activity
     ) -> None:
         self.begun = 0
-        self.devices: RequestDevices | None = None
+        self.border = Border()
         self._numbers = itertools.count(1)
         self._serializer = serializer
         self._adopt = serializer.adopt
@@ -115,29 +115,13 @@ class ReceivedRequests:
         dispatcher.on(Kind.CALL, functools.partial(self.received, run), any_thread=True)
         control.on(CANCEL, self.cancel)
 
-    # ---- devices
-
-    def use_devices(self, devices: RequestDevices) -> None:
-        """Run requests on device streams from now on; see ``rpc.devices``."""
-        self.devices = devices
-
-    def ready(self) -> SharedWork | None:
-        """Return the work that device streams must join before they use a value made on the current ones;
-        None if messages use no devices.
-        """
-        return None if self.devices is None else self.devices.ready()
-
-    def object_ready(self) -> SharedWork | None:
-        """As ``ready``, for an object that requests use, which may be large."""
-        return None if self.devices is None else self.devices.object_ready()
-
     # ---- from arrival to answer
 
     def received(self, run: Callable[[Request], None], peer: Peer, frame: Frame) -> Task | None:
         """Handle a frame of kind ``CALL``: enter the call, and have ``run`` run it as ``accept`` does, except
         that ``run`` itself has its thread wait for the next request.
         """
-        if frame[2] or self.devices is not None or self._events.request_begun is not None:
+        if frame[2] or self.border.encloses or self._events.request_begun is not None:
             return self._accept(self.enter(peer, frame), run)
         # Most calls have nothing beside their buffers: the same, in fewer steps.
         self.begun = next(self._numbers)
@@ -179,8 +163,7 @@ class ReceivedRequests:
         return self._accept(request, functools.partial(self._run_and_lend, run))
 
     def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
-        if self.devices is not None:
-            run = self.devices.around(run)
+        run = self.border.enclosed(run)
         self.begun = next(self._numbers)
         tell = self._events.request_begun
         if tell is not None:

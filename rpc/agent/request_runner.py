@@ -16,7 +16,6 @@ import torch
 
 from rpc.agent.activity import Activity
 from rpc.agent.answer_sender import Answer, AnswerSender
-from rpc.agent.device_ports import Attempt, RequestStreams
 from rpc.agent.received_requests import Request
 from rpc.agent.tape import Observation, Tracing
 from rpc.errors import NotInitializedError, RpcError, WorkerLostError, with_article
@@ -164,21 +163,17 @@ class RequestRunner:
             now = monotonic()
             taken = request.taken or now
             tell(request.peer.name, request.frame.call_id, function, taken - request.began, now - taken)
-        streams = request.streams
-        if streams is not None:
-            streams.loaded()
+        call = function if request.enclosure is None else request.enclosure.enclosing(function)
         try:
             if request.recording is None:
-                value = function(*args, **kwargs)
+                value = call(*args, **kwargs)
             else:
                 with request.recording:
-                    value = function(*args, **kwargs)
+                    value = call(*args, **kwargs)
         finally:
             tell = self._events.run_ended
             if tell is not None:
                 tell(request.peer.name, request.frame.call_id)
-            if streams is not None:  # before the answer is out, and the next request comes
-                streams.share()
         if type(value) is CoroutineType or hasattr(function, ASYNC_EXECUTION_MARK):
             return self._later(function, value, request, answer or self._answers.replier(request, function))
         return value
@@ -192,10 +187,8 @@ class RequestRunner:
             except BaseException:
                 value.close()
                 raise
-            if request.streams is not None:
-                streams = request.streams.of_coroutine()
-                value = streams.follow(value)
-                answer = _on_streams(streams, answer)
+            if request.enclosure is not None:
+                value, answer = request.enclosure.later(value, answer)
             coroutine = self._finish(value, request, answer)
             postponed.begin()
             try:
@@ -273,17 +266,6 @@ class RequestRunner:
             coroutines, self._coroutines = self._coroutines, None
         if coroutines is not None:
             coroutines.stop()
-
-
-def _on_streams(streams: RequestStreams, answer: Answer) -> Answer:
-    def answer_there(value: Any, error: BaseException | None) -> None:
-        with Attempt(lambda: streams) as attempt:
-            if attempt.error is None:
-                answer(value, error)
-            else:
-                answer(None, attempt.error)
-
-    return answer_there
 
 
 def _give(arguments: tuple[Answer, Any, BaseException | None]) -> None:

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from rpc.agent.device_ports import Attempt
+from rpc.agent.border import Border
 from rpc.agent.received_requests import Request
 from rpc.device_maps import DeviceMap
+from rpc.devices.arrival import DeviceArrival
 from rpc.devices.codecs import CpuToDeviceCodec, SharingCodec
 from rpc.devices.ipc import TOPIC, Exchange, Export, handles_of, refusing
-from rpc.devices.placements import Between, Placed
+from rpc.devices.placements import Placed
 from rpc.devices.staging import HostStaging
-from rpc.devices.streams import Ready, Shared, Streams, use_on_current_stream
+from rpc.devices.streams import MOST_PARTS, Attempt, Shared, Streams, use_on_current_stream
 from rpc.group.control import Control
 from rpc.group.peer import Peer
 from rpc.options import AgentOptions
 from rpc.runtime.executor import Executor
 from rpc.serialization.codecs import PICKLE
+from rpc.serialization.payload import PeerDevices
 from rpc.serialization.serializer import Serializer
 
 __all__ = ["Devices"]
 
 
-class Devices:
-    """The devices of one agent. ``met`` is called on the loop's thread, everything else on any.
+class Devices(Border):
+    """The devices of one agent: its border. ``met`` is called on the loop's thread, everything else on any.
 
     Args:
         options, executor, serializer, control: of an agent that makes no calls yet.
@@ -37,6 +40,8 @@ class Devices:
         local: the devices of this worker that messages use; one list, which gets more as workers are met.
         updates: the work that changes parameters in place, for which each message waits.
     """
+
+    encloses = True
 
     def __init__(
         self,
@@ -129,68 +134,80 @@ class Devices:
 
         if exchange is not None and peer.near and not peer.is_self and (calls or theirs):
             exchange.offer(peer, self.local)
-        between = Between(
-            Placed(name, calls, for_calls, self._staging, reads),
-            Placed(name, answers, for_answers, self._staging, reads),
-            self._streams_of_message,
-            self._ready_with,
-            self.updates,
-        )
+        staging = functools.partial(HostStaging, self._executor)
+        placed = Placed(name, calls, for_calls, staging, reads)
+        placed_answers = Placed(name, answers, for_answers, staging, reads)
         codec = peer.codec
-        self._takes_cpu = self._takes_cpu or between.calls.takes_cpu or between.answers.takes_cpu
+        self._takes_cpu = self._takes_cpu or placed.takes_cpu or placed_answers.takes_cpu
         if codec.id == PICKLE:
             codec = self._serializer.pickles_as(CpuToDeviceCodec if self._takes_cpu else SharingCodec)
-        peer.agree_on_devices(between, codec)
-
-    def _staging(self, *, alone: bool = False) -> HostStaging:
-        return HostStaging(self._executor, alone=alone)
+        peer.agree_on_devices(PeerDevices(placed, placed_answers), codec)
 
     def reads(self, worker: str, tensor: Tensor) -> bool:
         """Whether a worker reads a contiguous tensor in this worker's memory."""
         peer = self._met.get(worker)
         return self._exchange is not None and peer is not None and self._exchange.reads(peer, tensor)
 
-    def streams(self) -> Streams:
-        """Streams of their own on all devices that messages use."""
-        return Streams(self.local, self.updates)
+    # ---- the border
 
-    def current_streams(self) -> Streams:
-        """The current streams of this thread on these devices, for another thread to run on."""
-        return Streams.current(self.local, self.updates)
-
-    def _streams_of_message(self) -> Streams:
-        """As ``streams``, for a message that is read on them."""
-        return Streams(self.local, self.updates, reads=True)
-
-    def _ready_with(self, value: Any) -> Ready | None:
-        """See ``PeerDevices``."""
-        return Ready.with_tensors_in(value, self.local, self.updates)
-
-    def use(self, tensors: Iterable[Tensor | None]) -> None:
-        """Keep the memory of tensors, where they are on devices, until the current streams have used it."""
-        for tensor in tensors:
-            if tensor is not None and not tensor.is_cpu:
-                use_on_current_stream(tensor)
-
-    def ready(self) -> Shared:
-        """What streams must join before they use a value that was made on the current ones."""
-        return Shared(self.local, self.updates)
-
-    def object_ready(self) -> Shared:
-        """As ``ready``, for an object that requests use, which may be large."""
-        return Shared.of_object(self.local, self.updates)
-
-    def around(self, run: Callable[[Request], None]) -> Callable[[Request], None]:
+    def enclosed(self, run: Callable[[Request], None]) -> Callable[[Request], None]:
         """Run requests on streams of their own."""
 
         def run_on_streams(request: Request) -> None:
-            with Attempt(self._streams_of_message) as attempt:
-                request.streams = attempt.streams
+            with Attempt(lambda: Streams(self.local, self.updates, reads=True)) as attempt:
+                request.enclosure = attempt.streams
                 if attempt.error is not None:
                     request.fail(attempt.error)
                 run(request)
 
         return run_on_streams
+
+    def answering(self, run: Callable[..., None], failed: Callable[..., None]) -> Callable[..., None]:
+        """Answer on streams of their own; if a device does not work, with its error."""
+        return Attempt(lambda: Streams(self.local, self.updates)).answering(run, failed)
+
+    def arrival(self) -> DeviceArrival:
+        """Return the arrival of a call's answer."""
+        return DeviceArrival(self.local, self.updates)
+
+    def catch_up(self) -> None:
+        """Make the current streams wait for the updates so far."""
+        self.updates.wait()
+
+    @contextlib.contextmanager
+    def updating(self, updater: object) -> Iterator[None]:
+        """Let an optimizer change its parameters after earlier changes and before later uses."""
+        self.updates.join(updater)
+        try:
+            yield
+        finally:
+            self.updates.renew()
+
+    def updated(self) -> None:
+        """Add the work that is on the current streams now to the updates."""
+        self.updates.renew()
+
+    def work(self) -> Shared:
+        """Return what streams must join before they use a value that was made on the current ones."""
+        return Shared(self.local, self.updates)
+
+    def work_on(self, tensors: Sequence[Tensor | None]) -> Shared | None:
+        """As ``work``, if some of the tensors are on a device."""
+        return None if all(each is None or each.is_cpu for each in tensors) else self.work()
+
+    def work_on_object(self) -> Shared:
+        """As ``work``, for an object that requests use, which may be large."""
+        return Shared(self.local, self.updates, MOST_PARTS)
+
+    def keep(self, tensors: Iterable[Tensor | None]) -> None:
+        """Keep the memory of tensors, where they are on devices, until the current streams have used it."""
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_cpu:
+                use_on_current_stream(tensor)
+
+    def elsewhere(self, run: Callable[..., None]) -> Callable[..., None]:
+        """Run something that is run on another thread on the current streams of this one."""
+        return Streams.current(self.local, self.updates).around(run)
 
 
 def _exchange(control: Control, executor: Executor) -> Exchange | None:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from rpc.devices.ipc import Export
 from rpc.devices.staging import HostStaging, copied, on_device
-from rpc.devices.streams import Ready, Shared, Streams
 from rpc.serialization.memory import memory_at
 from rpc.serialization.placement import unmapped
 from rpc.serialization.tensors import placed
 
-__all__ = ["Between", "Placed"]
+__all__ = ["Placed"]
 
 
 class Placed:
@@ -80,28 +79,3 @@ class Placed:
         if target.type == "cpu":
             return placed, (*layout, data, requires_grad)
         return on_device, (str(target), *layout, data, requires_grad)
-
-
-class Between:
-    """See ``PeerDevices``.
-
-    Args:
-        calls, answers: where tensors go that are sent to the worker.
-        streams: makes the streams of something that arrives.
-        ready_with: see ``PeerDevices``.
-        updates: the work on this worker that changes parameters in place.
-    """
-
-    def __init__(
-        self,
-        calls: Placed,
-        answers: Placed,
-        streams: Callable[[], Streams],
-        ready_with: Callable[[Any], Ready | None],
-        updates: Shared,
-    ) -> None:
-        self.calls = calls
-        self.answers = answers
-        self.streams = streams
-        self.ready_with = ready_with
-        self.updates = updates

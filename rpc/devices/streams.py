@@ -18,10 +18,10 @@ from rpc.runtime.isolation import this_thread as _thread_state
 from rpc.runtime.stepwise import StepwiseCoroutine
 from rpc.runtime.torch_internals import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
-__all__ = ["Ready", "Shared", "Streams", "arrived", "share", "use_on_current_stream"]
+__all__ = ["MOST_PARTS", "Attempt", "Ready", "Shared", "Streams", "arrived", "share", "use_on_current_stream"]
 
 _current_stream = torch.accelerator.current_stream
-_MOST_PARTS: Final = 10_000
+MOST_PARTS: Final = 10_000
 """Maximum number of parts of an object that each use of it searches for tensors."""
 
 
@@ -54,7 +54,7 @@ class Streams:
         reads: whether they are made for a message. The first tensor in it makes its device the current one.
 
     Attributes:
-        arrived: the tensors that were read from the message; None if there is none, or it is ``loaded``.
+        arrived: the tensors that were read from the message; None if there is none, or it is read.
         used: the uses of objects of this worker on these streams since they were last entered; of a
             coroutine also earlier ones, as long as it may still use the object.
     """
@@ -114,9 +114,28 @@ class Streams:
         self._streams = [_current_stream(each) for each in self._devices]
         _make_current(streams, device)
 
-    def loaded(self) -> None:
-        """The message is read: what arrives from now on is not part of it, and its tensors may be freed."""
+    def enclosing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """See ``Enclosure``. The message is read: what arrives from now on is not part of it, and its tensors
+        may be freed. What uses the same objects after the function waits for its work.
+        """
         self.arrived = None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            finally:  # before the answer is out, and the next request comes
+                self.share()
+
+        return call
+
+    def later(self, coroutine: Any, answer: Callable[..., None]) -> tuple[Any, Callable[..., None]]:
+        """See ``Enclosure``. The coroutine's steps are on the same streams, and so is its answer."""
+        streams = self.of_coroutine()
+
+        def failed(value: Any, error: BaseException | None, failure: BaseException) -> None:
+            answer(None, failure)
+
+        return streams.follow(coroutine), Attempt(lambda: streams).answering(answer, failed)
 
     def share(self) -> None:
         """Have what uses the same objects of this worker from now on wait for the work so far."""
@@ -163,6 +182,52 @@ class Streams:
                 return advance(*args)
         finally:
             del args  # a task's cancellation, which refers to this frame: a cycle
+
+
+class Attempt:
+    """Streams on which something is answered, as a context manager. If a device does not work, the block runs
+    without them, and answers with the error.
+
+    Args:
+        make: makes the streams.
+
+    Attributes:
+        streams: the streams; None if they cannot be used.
+        error: why they cannot be used.
+    """
+
+    __slots__ = ("_make", "error", "streams")
+
+    def __init__(self, make: Callable[[], Streams]) -> None:
+        self._make = make
+        self.streams: Any = None
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            streams = self._make()
+            streams.__enter__()
+        except BaseException as error:
+            self.error = error
+        else:
+            self.streams = streams
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.streams is not None:
+            self.streams.__exit__(*raised)
+
+    def answering(self, run: Callable[..., None], failed: Callable[..., None]) -> Callable[..., None]:
+        """See ``Border``: a function that is called once."""
+
+        def answer(*args: Any) -> None:
+            with self:
+                if self.error is None:
+                    run(*args)
+                else:
+                    failed(*args, self.error)
+
+        return answer
 
 
 def _current_device(devices: Sequence[torch.device]) -> int:
@@ -296,11 +361,6 @@ class Shared:
         self._searches = True
         self._ready = Ready((), devices)
         self.renewals = 0
-
-    @classmethod
-    def of_object(cls, devices: Sequence[torch.device], updates: Shared) -> Shared:
-        """As ``Shared``, for an object of the program's, which may be large."""
-        return cls(devices, updates, _MOST_PARTS)
 
     def join(self, value: Any = None) -> None:
         """Make the current streams wait for the work on the object so far, and keep the memory of its tensors

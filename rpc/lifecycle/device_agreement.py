@@ -95,7 +95,7 @@ def agree(agent: Agent) -> Callable[[Peer], None]:
             devices = Devices(agent.options, agent.executor, agent.serializer, control, agent.info.name)
             agent.lifecycle.hooks.gone.append(devices.gone)
             agent.lifecycle.hooks.closed.append(devices.closed)
-            agent.calls.requests.use_devices(devices)
+            agent.calls.put_border(devices)
             if not peer.is_self:
                 devices.met(agent.group.peers.own)
         devices.met(peer)

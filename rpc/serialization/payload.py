@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -106,37 +106,16 @@ class Placement(Protocol):
         """
 
 
-class Updates(Protocol):
-    """Work on devices."""
+class PeerDevices(NamedTuple):
+    """The agreement with one worker about devices.
 
-    def wait(self) -> None:
-        """Have the current streams wait for the work so far."""
+    Attributes:
+        calls: placement of tensors in calls: by this worker's device map.
+        answers: placement of tensors in answers: by the inverse of the other worker's device map.
+    """
 
-
-class PeerDevices(Protocol):
-    """The agreement with one worker about devices."""
-
-    @property
-    def calls(self) -> Placement:
-        """Placement of tensors in calls: by this worker's device map."""
-
-    @property
-    def answers(self) -> Placement:
-        """Placement of tensors in answers: by the inverse of the other worker's device map."""
-
-    def streams(self) -> Any:
-        """Return a context manager with separate streams for data that arrives from the worker; see
-        ``rpc.devices.streams``.
-        """
-
-    def ready_with(self, value: Any, /) -> Any:
-        """Return what streams must ``join`` before they use tensors in a value, which were made on the
-        current streams; None if it has none.
-        """
-
-    @property
-    def updates(self) -> Updates:
-        """The work that changes parameters of this worker in place."""
+    calls: Placement
+    answers: Placement
 
 
 @dataclass(slots=True, eq=False)

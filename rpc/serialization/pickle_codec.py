@@ -153,15 +153,18 @@ class PickleCodec:
         tracked: Tracked = None,
         as_call: bool = False,
         alone: bool = False,
+        whole: bool = False,
     ) -> Payload:
         """Serialize a value; ``as_call``: device tensors are placed as in calls; ``alone``: no objects travel
-        beside it.
+        beside it; ``whole``: tensors are not taken out of it.
         """
         kind = type(value)
         if kind in _SCALARS or (kind in _SEQUENCES and _is_short_sequence(value)):
             return Payload({}, [_NONE if value is None else _pickle((value, ()), PROTOCOL)])
         try:
-            if kind is Tensor:
+            if whole:
+                pass
+            elif kind is Tensor:
                 usual = None if value.__dict__ else plain(value, _INLINE_ALONE)
                 if usual is not None:
                     if tracked is not None and len(usual) == _WITH_GRAD:
@@ -288,22 +291,11 @@ class DevicePickleCodec(PickleCodec):
         tracked: Tracked = None,
         as_call: bool = False,
         alone: bool = False,
+        whole: bool = False,
     ) -> Payload:
         """Serialize a value."""
-        placement = of_calls(to) if as_call else of_answers(to)
-        if not placement.takes_cpu:
-            return super().dumps(value, to, what=what, tracked=tracked, as_call=as_call, alone=alone)
-        try:
-            record = _record(value, tracked)
-            return dump(record, to, self._reducers, tracked=tracked, placement=placement, alone=alone)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            reason = error
-        try:
-            raise cannot_send(reason, value, to, what, lambda part: self._try(part, to, placement))
-        finally:
-            del reason  # it refers to this frame, a cycle
+        whole = whole or (of_calls(to) if as_call else of_answers(to)).takes_cpu
+        return super().dumps(value, to, what=what, tracked=tracked, as_call=as_call, alone=alone, whole=whole)
 
     def dump_quickly(self, value: Any) -> Payload | None:
         """As for any other worker, except that tensors are not small values."""

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import torch
 
-from rpc.agent.device_ports import SharedWork
+from rpc.agent.border import Work
 from rpc.agent.futures import Future
 from rpc.errors import RpcError, WorkerLostError
 from rpc.functions import async_execution
@@ -57,7 +57,7 @@ class _Operation:
     args: tuple[Any, ...]
     context: Context
     future: Future[Any]
-    work: SharedWork | None
+    work: Work | None
     """The device work that its tensors come with, if it has any on devices."""
 
     @property
@@ -108,7 +108,7 @@ class Coordinator:
             A future of the return value of rank 0's shard.
         """
         agent: Any = current_agent()
-        operation = _Operation(name, args, copy_context(), Future(), agent.calls.requests.ready())
+        operation = _Operation(name, args, copy_context(), Future(), agent.calls.requests.border.work())
         with self._changed:
             if not self._closed:
                 self._waiting.append(operation)

@@ -25,7 +25,7 @@ from dist_autograd.graph import Leaf
 from dist_autograd.installation import autograd
 from dist_autograd.leaves import owned
 from dist_optim.local_optimizer import LocalOptimizer, mark_as_copy
-from rpc.agent.device_ports import SharedWork
+from rpc.agent.border import Work
 from rpc.agent.futures import Future
 from rpc.errors import AutogradError
 from rpc.functions import async_execution
@@ -106,7 +106,7 @@ class _Arrived:
     """A task, and the device work that its tensors come with, if it has any on devices."""
 
     task: Task
-    work: SharedWork | None
+    work: Work | None
 
     @property
     def sequence(self) -> int:
@@ -265,7 +265,7 @@ class ModelShard:
         """Do a task when those before it are done."""
         assert self._steps is not None, "not before join"
         agent: Any = current_agent()
-        return self._steps.put(_Arrived(task, agent.calls.requests.ready()))
+        return self._steps.put(_Arrived(task, agent.calls.requests.border.work()))
 
     def skip(self, number: int) -> None:
         """Do not wait for a task, which rank 0 could not send."""

@@ -46,17 +46,17 @@ WAITS: Final = (
         "rpc/devices/streams.py",
         "current.wait_event(event)",
     ),
-    Deletion("Future.wait joins", "rpc/agent/futures.py", "self._arrived.join()"),
+    Deletion("Future.wait joins", "rpc/agent/futures.py", "self._arrival.join()"),
     Deletion(
         "the value of a callback is waited for",
-        "rpc/agent/futures.py",
-        "self.future._arrived = streams.ready_with(value)",
+        "rpc/devices/arrival.py",
+        "following._ready = streams.ready_with(value)",
         tests="test_streams_wait_for_tensors_anywhere",
     ),
     Deletion(
         "what a callback has made is waited for",
-        "rpc/agent/futures.py",
-        "self.future._arrived = source._peer.devices.ready_with(value)",
+        "rpc/devices/arrival.py",
+        "following._ready = Ready.with_tensors_in(value, self._devices, self._updates)",
         tests="test_streams_wait_for_tensors_that",
     ),
     Deletion("a reference's value joins", "rref/value.py", "self._made.join(self._content)"),
@@ -105,8 +105,8 @@ WAITS: Final = (
     ),
     Deletion(
         "a recv waits for gradients on other devices",
-        "dist_autograd/recording.py",
-        "wait_for_other_devices(gradients)",
+        "dist_autograd/device_threads.py",
+        "_wait_for_other_devices(gradients)",
         tests="test_gradients_are",
     ),
     Deletion(
@@ -117,8 +117,8 @@ WAITS: Final = (
     ),
     Deletion(
         "a thread that an answer comes to waits for optimizers' steps",
-        "rpc/agent/caller.py",
-        "call.peer.devices.updates.wait()",
+        "rpc/agent/calls.py",
+        "self.border.catch_up()",
         tests="test_what_comes_after",
     ),
     Deletion(
@@ -130,22 +130,21 @@ WAITS: Final = (
     Deletion(
         "a backward waits for the optimizers' steps before it",
         "dist_autograd/worker_pass.py",
-        "self._wait_for_updates()",
+        "border.catch_up()",
         tests="test_a_backward_goes_on",
-        which=1,
     ),
     Deletion(
         "a backward waits for the optimizers' steps before gradients arrive",
         "dist_autograd/worker_pass.py",
-        "self._wait_for_updates()",
+        "self.context.requests.border.catch_up()",
         tests="test_gradients_that_come_after",
-        which=2,
     ),
     Deletion(
         "a step is part of what later requests wait for",
-        "dist_optim/local_optimizer.py",
-        "devices.updates.renew()",
+        "rpc/devices/installation.py",
+        "self.updates.renew()",
         tests="test_a_step_without_a_request",
+        which=1,
     ),
     Deletion(
         "states and schedulers of an optimizer take turns with its steps",
@@ -158,7 +157,8 @@ WAITS: Final = (
     Deletion(
         "a backward within another is on the streams of the thread that begins it",
         "dist_autograd/root.py",
-        "run = devices.current_streams().around(run)",
+        "run = self.own.context.requests.border.elsewhere(self.own.run)",
+        instead="run = self.own.run",
         tests="test_a_backward_in_a_hook",
     ),
     Deletion(
@@ -169,8 +169,8 @@ WAITS: Final = (
     ),
     Deletion(
         "what an optimizer keeps is waited for and recorded, in turn",
-        "dist_optim/local_optimizer.py",
-        "devices.updates.join(optimizer)",
+        "rpc/devices/installation.py",
+        "self.updates.join(updater)",
         tests="test_what_a_step_keeps",
     ),
     Deletion(

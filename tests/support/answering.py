@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence, Sized
 from types import SimpleNamespace
 from typing import Any
 
+from rpc.agent.border import Border
 from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.futures import Future
 from rpc.agent.tape import Tracing
@@ -38,6 +39,7 @@ class Owner:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
+        self.border = Border()
         self.serializer = Serializer()
         self.open: dict[int, PendingCall] = {}
         self.decoded: list[int] = []

@@ -26,7 +26,7 @@ def one_to_one(worker: Worker) -> dict[str, Any]:
 def is_read_in_place(by: str) -> bool:
     """Whether another worker reads large tensors in this one's memory."""
     agent: Any = current_agent()
-    return bool(agent.calls.requests.devices.reads(by, torch.ones(LARGE, device=FIRST)))
+    return bool(agent.calls.requests.border.reads(by, torch.ones(LARGE, device=FIRST)))
 
 
 def until_agreed(here: str, there: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from dist_autograd import backward, context
 from farcall import rpc
+from rpc.devices.installation import Devices
 from rpc.devices.streams import Shared, Streams
 from tests.support.device_groups import one_to_one
 from tests.support.devices import FIRST, device_kind, on_devices
@@ -36,18 +36,18 @@ def _works(what: str) -> None:
 
 def _break_once() -> None:
     """Have what this worker does with a device fail once, when ``fail`` says so."""
-    enter, of_object = Streams.__enter__, Shared.of_object
+    enter, work_on_object = Streams.__enter__, Devices.work_on_object
 
     def enter_if_it_works(self: Streams) -> Streams:
         _works("streams")
         return enter(self)
 
-    def of_object_if_it_works(*args: Any) -> Shared:
+    def work_if_it_works(self: Devices) -> Shared:
         _works("work")
-        return of_object(*args)
+        return work_on_object(self)
 
     Streams.__enter__ = enter_if_it_works  # type: ignore[method-assign, assignment]
-    Shared.of_object = of_object_if_it_works  # type: ignore[method-assign, assignment]
+    Devices.work_on_object = work_if_it_works  # type: ignore[method-assign]
 
 
 def fail(what: str = "streams", after: int = 0) -> None:

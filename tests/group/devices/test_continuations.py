@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -79,13 +80,14 @@ def wrap(worker: Worker) -> list[bool]:
         if worker.rank:
             return []
         found = []
-        for put, take in VALUES:
+        for (put, take), retries in product(VALUES, (0, 1)):
 
             def add_late(doubled: rpc.Future[Tensor], put: Callable[[Tensor], Any] = put) -> Any:
                 sleep(FIRST)
                 return put(doubled.wait() + 1)
 
-            future = rpc.rpc_async("worker1", double, args=(torch.ones(SIZE, device=FIRST),)).then(add_late)
+            ones = torch.ones(SIZE, device=FIRST)
+            future = rpc.rpc_async("worker1", double, args=(ones,), retries=retries).then(add_late)
             with torch.Stream(device=FIRST):
                 found.append(is_all(take(future.wait()), 3.0))
         return found
@@ -94,7 +96,7 @@ def wrap(worker: Worker) -> list[bool]:
 def test_streams_wait_for_tensors_anywhere_in_the_value_of_a_callback(
     run_workers: RunWorkers, mode: str
 ) -> None:
-    assert run_workers(wrap, 2, args=(mode,), time_limit=60)[0] == [True] * len(VALUES)
+    assert run_workers(wrap, 2, args=(mode,), time_limit=60)[0] == [True] * (2 * len(VALUES))
 
 
 def double_late(tensor: Tensor) -> Tensor:

@@ -180,15 +180,6 @@ def test_a_call_whose_answer_was_lost_is_made_again() -> None:
         assert rpc.rpc_sync("worker1", lose_answer, (WithoutGradients(),), retries=1) == 2
 
 
-@in_standing_group()
-def test_the_future_of_a_call_knows_its_callee_while_it_is_under_way() -> None:
-    future = rpc.rpc_async("worker1", wait_at_gate, retries=1)
-    assert future._peer is not None
-    assert future._peer.name == "worker1"
-    rpc.rpc_sync("worker1", open_gate)
-    future.wait()
-
-
 async def block() -> None:
     rpc.rpc_sync("worker0", int, retries=1)
 

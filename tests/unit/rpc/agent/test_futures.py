@@ -228,6 +228,54 @@ def test_errors_that_would_end_the_thread_arrive_as_runtime_errors(
     assert caught.value.__cause__ is error
 
 
+class Coming:
+    """An arrival that notes what is done with the value."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name = name
+        self.notes = notes
+
+    def join(self) -> None:
+        self.notes.append(f"{self.name} is joined")
+
+    def complete(self, complete: Callable[[Callable[[], Any]], None], decode: Callable[[], Any]) -> None:
+        self.notes.append(f"{self.name} is decoded")
+        complete(decode)
+
+    def call_back(self, callback: Callable[[], object]) -> None:
+        self.notes.append(f"{self.name} is passed to a callback")
+        callback()
+
+    def following(self) -> Coming:
+        return Coming("what follows", self.notes)
+
+    def go_on(self, compute: Callable[[], Any], following: Coming) -> Any:
+        self.notes.append(f"{following.name} is computed")
+        return compute()
+
+
+def test_work_on_a_value_goes_on_at_its_arrival(owner: Owner) -> None:
+    notes: list[str] = []
+    arrival = Coming("the answer", notes)
+    owner.border.arrival = lambda: arrival  # type: ignore[method-assign]
+    call, future = owner.future()
+    next_one = future.then(lambda answer: answer.value() + 1)
+    collected = Future.of_several([future])
+    call.settle(Frame(6, call.call_id, {"value": 5}, []))
+    assert (future.wait(), next_one.wait()) == (5, 6)
+    future.add_done_callback(lambda _: None)
+    assert collected.wait() == [future]
+    assert notes == [
+        "the answer is decoded",
+        "what follows is computed",
+        "the answer is joined",
+        "the answer is joined",
+        "what follows is joined",
+        "the answer is passed to a callback",
+        "what follows is joined",
+    ]
+
+
 def test_a_future_of_ones_own_can_be_completed_and_waited_for(other_thread: ThreadPoolExecutor) -> None:
     future: Future[int] = Future()
     waiting = [other_thread.submit(future.wait) for _ in range(3)]

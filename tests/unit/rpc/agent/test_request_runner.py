@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rpc.agent.received_requests import Request
-from rpc.agent.request_runner import RequestRunner
+from rpc.agent.request_runner import LATER, RequestRunner
 from rpc.agent.tape import Tracing
 from rpc.errors import NotInitializedError
 from rpc.runtime.events import Events
 from rpc.runtime.mailbox import Counter
 from rpc.wire.frames import Frame, Kind
 from tests.support.noted_activity import NotedActivity
+from tests.support.streams import SOON
 
 
 class Answered(Exception):
@@ -29,11 +31,11 @@ async def function() -> None:
     raise AssertionError("it must not run")
 
 
-def make(serializer: Any = None) -> tuple[RequestRunner, Counter]:
+def make(serializer: Any = None, executor: Any = None) -> tuple[RequestRunner, Counter]:
     """A runner of an agent that makes no answers, and the number of requests that it has postponed."""
     activity = NotedActivity()
     peers: Any = SimpleNamespace(own=SimpleNamespace(name="callee"))
-    parts: Any = (peers, serializer, Tracing(), Events(), None, activity, None)
+    parts: Any = (peers, serializer, Tracing(), Events(), executor, activity, None)
     return RequestRunner(*parts), activity.postponed
 
 
@@ -66,3 +68,39 @@ def test_a_request_that_cannot_begin_raises_its_error() -> None:
     request.fail(OSError("no device"))
     with pytest.raises(OSError, match="no device"):
         callee.load(request)
+
+
+class Enclosed:
+    """Notes what is run inside of it."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def enclosing(self, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            self.notes.append("function")
+            return function(*args)
+
+        return call
+
+    def later(self, coroutine: Any, answer: Any) -> tuple[Any, Any]:
+        self.notes.append("coroutine")
+        coroutine.close()
+        return other(), answer
+
+
+async def other() -> int:
+    return 7
+
+
+def test_a_request_runs_inside_of_its_enclosure() -> None:
+    answers: Queue[tuple[Any, BaseException | None]] = Queue()
+    at_once: Any = SimpleNamespace(submit=lambda task: task[0](task[1]))
+    runner, _ = make(executor=at_once)
+    request: Any = Request(None, None)  # type: ignore[arg-type]
+    request.enclosure = enclosed = Enclosed()
+    assert runner.start(int, ("5",), {}, request) == 5
+    assert runner.start(function, (), {}, request, lambda *answer: answers.put(answer)) is LATER
+    assert answers.get(timeout=SOON) == (7, None)
+    assert enclosed.notes == ["function", "function", "coroutine"]
+    runner.stop()
