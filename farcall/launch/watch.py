@@ -115,7 +115,7 @@ class JobWatch:
         """
         if failures and not self._noted:
             self._noted = True
-            self._at_failure = self._state(earlier=True)
+            self._at_failure = self._state()
 
     def restarted(self) -> None:
         """Record that all workers run again."""
@@ -146,11 +146,11 @@ class JobWatch:
             text = "" if failure is None else f"{failure.process} {failure.what}"
             note_end(self._folder / self.id, status, text)
 
-    def _state(self, *, earlier: bool = False) -> JobState | None:
+    def _state(self) -> JobState | None:
         if not self.id:
             return None
         try:
-            job = read_job(find_job(self._folder, self.id), earlier=earlier)
+            job = read_job(find_job(self._folder, self.id))
         except LookupError:
             return None
         return job if job.workers else None

@@ -26,7 +26,6 @@ from farcall.observe.worker.observer import Observer, program_name
 from farcall.observe.worker.slow_calls import SlowCallReports
 from rpc.agent.agent import Agent
 from rpc.runtime.code_folders import LIBRARIES
-from rpc.runtime.events import PeerJoined, PeerLost
 from rpc.serialization.failures import text_of
 
 __all__ = ["begin", "failed", "install", "observer"]
@@ -75,8 +74,6 @@ def install(agent: Agent) -> None:
         counters.begin()
     SlowCallReports(found, agent, FarHosts(found, agent))
     agent.calls.running = running
-    agent.events.listen(PeerLost, lambda lost: found.record("lost", who=lost.name, why=lost.reason))
-    agent.events.listen(PeerJoined, lambda joined: found.record("joined", who=joined.name))
     hooks = agent.lifecycle.hooks
     hooks.formed.append(partial(_identify, found, agent))
     hooks.close.append(lambda: found.identify(phase="leaving"))

@@ -11,10 +11,8 @@ import contextlib
 import json
 import logging
 import math
-import os
 import socket
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -27,9 +25,7 @@ from farcall.observe.reading.reader import read_job
 from farcall.observe.reading.stacks import chosen
 from farcall.observe.why.analysis import analyze
 from farcall.page.access import Access, Refusal
-from farcall.page.connecting import connecting_users
-from farcall.page.history import History, PastJob
-from farcall.page.view import past_job
+from farcall.page.view import PastJob, past_job
 from farcall.page.watcher import Watcher
 from farcall.page.worker_view import worker_view
 
@@ -45,7 +41,7 @@ _unheard.disabled = True
 
 MAX_CONNECTIONS: Final = 64
 """Maximum number of connections with the token at a time. Connections of which no request had it have as many
-places of their own, where those of other users, or else the oldest, give way to a new one.
+places of their own, where the oldest gives way to a new one.
 """
 
 _BACKLOG: Final = 1024
@@ -65,20 +61,13 @@ _MAX_FIELD_BYTES: Final = 16384
 _FIRST_REQUEST_SECONDS: Final = 10.0
 """Time in which a connection must have made a request, in seconds."""
 
-_BEGIN_SECONDS: Final = 1.0
-"""Time in which an accepted connection begins, in seconds: one without a transport after that has ended."""
-
 _WRITE_SECONDS: Final = 20.0
 """Time after which an event that the browser does not take ends its stream, in seconds."""
 
 _PING_SECONDS: Final = 15.0
 """Maximum time between two events, in seconds."""
 
-_RECORD_SECONDS: Final = 10.0
-"""Time between two entries in the history, in seconds."""
-
-_PRUNE_SECONDS: Final = 3600.0
-_MAX_UNSEEN: Final = 20
+_MAX_READ: Final = 20
 """Maximum number of jobs that are read for the history at a time: the newest."""
 
 _MAX_LOG_LINES: Final = 500
@@ -119,19 +108,17 @@ class Server:
         self._jobs_folder = jobs_folder
         self._job = job
         self._token = token
-        self._history = History(jobs_folder)
+        self._ended: dict[str, PastJob] = {}
+        """Jobs that are over, as they have been read, by id."""
         self._watchers: dict[str, Watcher] = {}
         self._streams = 0
         self._stopping = False
-        self._unknown: dict[web.RequestHandler, float] = {}
-        """Connections of which no request has shown the token, the oldest first, and when they came."""
+        self._unknown: dict[web.RequestHandler, None] = {}
+        """Connections of which no request has shown the token, the oldest first."""
         self._known: set[web.RequestHandler] = set()
         """Connections of which one has; those that have ended since are removed when there is a new one."""
         self._news: asyncio.Condition
         self._access: Access
-        self._port = 0
-        self._recorded = (0.0, 0.0)
-        self._pruned = 0.0
         self._files = {
             each.name: (each.read_bytes(), _TYPES[each.name.rpartition(".")[2]])
             for each in resources.files("farcall.page").joinpath("static").iterdir()
@@ -149,7 +136,7 @@ class Server:
             OSError: the port cannot be listened on.
         """
         listener = socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
-        port = self._port = listener.getsockname()[1]
+        port = listener.getsockname()[1]
         self._access = Access(self._token, port)
         self._news = asyncio.Condition()
         self._loop = asyncio.get_running_loop()
@@ -162,7 +149,6 @@ class Server:
                 web.get("/api/worker", self._worker, allow_head=False),
                 web.get("/api/logs", self._logs, allow_head=False),
                 web.get("/api/jobs", self._jobs, allow_head=False),
-                web.get("/api/points", self._points, allow_head=False),
             ]
         )
         runner = web.AppRunner(
@@ -183,12 +169,10 @@ class Server:
             lambda: self._connected(made), sock=listener, backlog=_BACKLOG
         )
         self._watch(self._job)
-        ticker = asyncio.create_task(self._keep_history())
         try:
             ready(f"http://127.0.0.1:{port}/?token={self._token}")
             await stop.wait()
         finally:
-            ticker.cancel()
             server.close()
             async with self._news:
                 self._stopping = True
@@ -196,34 +180,15 @@ class Server:
             await runner.cleanup()
             for watcher in self._watchers.values():
                 await asyncio.to_thread(watcher.stop)
-            self._record()
-            self._history.close()
 
     def _connected(self, server: web.Server) -> asyncio.BaseProtocol:
         """The protocol of a new connection."""
         if len(self._unknown) >= MAX_CONNECTIONS:
-            self._make_place()
+            self._end_if_unknown(next(iter(self._unknown)))
         handler = server()
-        self._unknown[handler] = self._loop.time()
+        self._unknown[handler] = None
         self._loop.call_later(_FIRST_REQUEST_SECONDS, self._end_if_unknown, handler)
         return handler
-
-    def _make_place(self) -> None:
-        """End connections that have shown no token: all that have ended by themselves or are another user's,
-        as to find them costs much; without any, one that has not begun or may have ended, or the oldest.
-        """
-        owners, long_ago = connecting_users(self._port), self._loop.time() - _BEGIN_SECONDS
-
-        def rank(handler: web.RequestHandler) -> int:
-            if handler.transport is None:
-                return 0 if self._unknown[handler] < long_ago else 1
-            at = handler.transport.get_extra_info("peername")
-            return 0 if at is not None and owners.get(at[1], os.getuid()) != os.getuid() else 2
-
-        ranks = {handler: rank(handler) for handler in self._unknown}
-        useless = [handler for handler, found in ranks.items() if found == 0]
-        for handler in useless or [min(ranks, key=ranks.__getitem__)]:
-            self._end_if_unknown(handler)
 
     def _end_if_unknown(self, handler: web.RequestHandler) -> None:
         self._unknown.pop(handler, None)
@@ -397,51 +362,18 @@ class Server:
         return web.json_response({"lines": shown, "trouble": ""})
 
     async def _jobs(self, _: web.Request) -> web.Response:
-        here = {each.id: each for each in await asyncio.to_thread(jobs, self._jobs_folder)}
-        known = {each.id: each for each in (*self._history.jobs(), *self._record())}
-        known |= {each.id: each for each in await self._record_unseen(known, here)}
-        found = sorted(known.values(), key=lambda each: -each.seen)
-        listed = [each.to_json() | {"files": each.id in here} for each in found]
-        return web.json_response({"shown": self._job.id, "jobs": listed, "trouble": self._history.trouble})
-
-    async def _points(self, request: web.Request) -> web.Response:
-        return web.json_response({"points": self._history.points(request.query.get("job", ""))})
-
-    # ---- the history
-
-    async def _keep_history(self) -> None:
-        while True:
-            await asyncio.sleep(_RECORD_SECONDS)
-            try:
-                self._record()
-            except Exception:
-                logger.exception("recording the history of jobs failed")
-
-    async def _record_unseen(
-        self, known: Mapping[str, PastJob], here: Mapping[str, JobFolder]
-    ) -> list[PastJob]:
-        """Put jobs that ran, or have ended, while their page was not served into the history."""
-        ended = {name for name, each in known.items() if each.state != "running"}
-        unseen = [each for name, each in here.items() if name not in ended and name not in self._watchers]
-        found = [past_job(analyze(await asyncio.to_thread(read_job, each))) for each in unseen[:_MAX_UNSEEN]]
-        past = [each for each in found if each is not None]
-        for each in past:
-            self._history.record(each)
-        return past
-
-    def _record(self) -> list[PastJob]:
-        """Put how the watched jobs are into the history."""
-        now = time.time()
-        found: list[PastJob] = []
-        for watcher in list(self._watchers.values()):
-            past = watcher.past_job()
-            if past is not None:
-                found.append(past)
-                self._history.record(past, watcher.points_since(now - 1.5 * _RECORD_SECONDS)[-1:])
-        if now - self._pruned > _PRUNE_SECONDS:
-            self._pruned = now
-            self._history.prune()
-        return found
+        """Answer with this user's jobs, the one that was seen last first, as far as their files are kept."""
+        here = await asyncio.to_thread(jobs, self._jobs_folder)
+        watched = {name: each.past_job() for name, each in self._watchers.items()}
+        known = {name: each for name, each in watched.items() if each is not None}
+        unread = [each for each in here if each.id not in known and each.id not in self._ended]
+        for folder in sorted(unread, key=lambda each: -each.written)[:_MAX_READ]:
+            found = past_job(analyze(await asyncio.to_thread(read_job, folder)))
+            if found is not None:
+                (known if found.state == "running" else self._ended)[found.id] = found
+        self._ended = {each.id: self._ended[each.id] for each in here if each.id in self._ended}
+        listed = sorted({**self._ended, **known}.values(), key=lambda each: -each.seen)
+        return web.json_response({"shown": self._job.id, "jobs": [each.to_json() for each in listed]})
 
 
 def _packed(value: object) -> str:

@@ -93,14 +93,6 @@ class TaskStream:
         """The tasks that have changed after a version."""
         return [each for each in self._tasks if each.version > version]
 
-    def seed(self, job: JobState) -> None:
-        """Take in the rings of workers: the calls that have begun and ended before the first look."""
-        found: list[Task] = []
-        for worker in job:
-            found += _of_ring(worker)
-        for task in sorted(found, key=lambda each: each.began)[-MAX_TASKS // 2 :]:
-            self._add(task)
-
     def _of(self, worker: WorkerState, states: Mapping[_Key, str]) -> Iterator[tuple[object, Task]]:
         mine = (worker.incarnation, worker.pid)
         for call in worker.calls:
@@ -160,19 +152,3 @@ def _request_states(job: JobState) -> dict[_Key, str]:
         for worker in job
         for each in worker.requests
     }
-
-
-def _of_ring(worker: WorkerState) -> Iterator[Task]:
-    begun: dict[tuple[object, object], Task] = {}
-    for record in worker.records:
-        fields = record.fields
-        which = (fields.get("to"), fields.get("id"))
-        match fields.get("kind"):
-            case "call begun":
-                began = min(_wall(worker, fields.get("began")), number(fields.get("at")))
-                what, to = str(fields.get("what")), str(fields.get("to"))
-                begun[which] = Task("call", to, worker.name, what, began)
-            case "call ended" if which in begun:
-                task = begun.pop(which)
-                task.ended, task.how = max(task.began, number(fields.get("at"))), "done"
-                yield task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from farcall.observe.reading.figures import Row, elastic_in_words, rows_of
@@ -19,7 +20,6 @@ from farcall.observe.reading.state import (
 from farcall.observe.reading.stores import stores_of
 from farcall.observe.why.analysis import Report
 from farcall.observe.why.words import in_words
-from farcall.page.history import PastJob
 from farcall.page.wait_layers import wait_layers
 
 __all__ = ["job_view", "past_job", "point_of"]
@@ -75,8 +75,36 @@ def job_view(job: JobState, report: Report, earlier: JobState | None = None) -> 
     }
 
 
+@dataclass(frozen=True, slots=True)
+class PastJob:
+    """A job in the list of jobs.
+
+    Attributes:
+        id: its name.
+        program: its program, for people.
+        host: the host on which it was seen.
+        began, seen: when it began, and was seen last, in seconds since 1970.
+        workers: number of workers.
+        state: "running", "left" (all its workers have left), "failed" or "dead".
+        why: what was found out about it at its end, a finding a line.
+    """
+
+    id: str
+    program: str
+    host: str
+    began: float
+    seen: float
+    workers: int
+    state: str
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        """For the page."""
+        return asdict(self)
+
+
 def past_job(report: Report) -> PastJob | None:
-    """A job as the history keeps it; None if it has no workers."""
+    """A job as the list of jobs has it; None if it has no workers."""
     job = report.job
     if not job.workers:
         return None

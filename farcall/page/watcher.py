@@ -24,9 +24,8 @@ from farcall.observe.reading.gathered import gather
 from farcall.observe.reading.reader import read_job
 from farcall.observe.reading.state import JobState
 from farcall.observe.why.analysis import Report, analyze
-from farcall.page.history import PastJob, Point
 from farcall.page.task_stream import TaskStream
-from farcall.page.view import job_view, past_job, point_of
+from farcall.page.view import PastJob, job_view, past_job, point_of
 
 __all__ = ["Watched", "Watcher"]
 
@@ -50,11 +49,11 @@ _AFTER_END_SECONDS: Final = 0.2
 _GATHER_SECONDS: Final = 10.0
 """Minimum time between two questions to other hosts, in seconds."""
 
-_MAX_SEEDED: Final = 32
-"""Maximum number of workers whose rings are read at the beginning: each takes milliseconds."""
-
 MAX_POINTS: Final = 600
 """Maximum number of points that are kept; the newest."""
+
+Point = tuple[float, float, float, float, int]
+"""Time in seconds since 1970, calls and requests per second, cores in use, bytes of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +179,8 @@ class Watcher:
 
     def _look(self) -> None:
         before = self._watched
-        if before is None:
-            self._seed()
-        elif self._viewers and time.monotonic() - self._gathered > _GATHER_SECONDS and _has_far(before.job):
+        is_due = self._viewers and time.monotonic() - self._gathered > _GATHER_SECONDS
+        if before is not None and is_due and _has_far(before.job):
             gather(self.folder.path, before.job)
             self._gathered = time.monotonic()
         job = read_job(self.folder)
@@ -196,13 +194,6 @@ class Watcher:
         view["at"] = at
         self._watched = Watched(1 if before is None else before.number + 1, view, report)
         self._follow_processes(job)
-
-    def _seed(self) -> None:
-        """What the rings tell of the time before the first look."""
-        if len(self.folder.state_files()) <= _MAX_SEEDED:
-            job = read_job(self.folder, records=True)
-            with self._lock:
-                self._tasks.seed(job)
 
     def _follow_processes(self, job: JobState) -> None:
         """Have descriptors of the processes that live here."""

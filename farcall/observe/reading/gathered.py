@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,9 +69,7 @@ def unpack_states(packed: bytes, age: float, file: str) -> list[WorkerState]:
 
 
 def _worker(found: Mapping[str, Any], age: float, file: str) -> WorkerState:
-    beat, snapshot = found.get("beat"), found.get("snapshot")
-    is_beat = isinstance(beat, list) and len(beat) == len(fields(Beat))
-    is_beat = is_beat and all(isinstance(each, int | float) and math.isfinite(each) for each in beat or ())
+    snapshot = found.get("snapshot")
     told = found.get("process")
     told = told if isinstance(told, Mapping) else {}
     alive = told.get("alive")
@@ -86,7 +83,7 @@ def _worker(found: Mapping[str, Any], age: float, file: str) -> WorkerState:
     )
     now = number(found.get("now"))
     return WorkerState(
-        Beat(*beat) if is_beat and beat is not None else None,
+        Beat.of(found.get("beat")),
         snapshot if isinstance(snapshot, Mapping) else {},
         process,
         now + (age if process.alive else 0.0),

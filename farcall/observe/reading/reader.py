@@ -1,8 +1,7 @@
 """Reads what the workers of a job have written, and what the kernel reports of those that live.
 
-Nothing of a file is used before its checksum is verified. A file of another user, a damaged one, or one that
-is not a state file, is skipped and named. Control characters in texts are escaped here, for all users of the
-state.
+A file of another user, a damaged one, or one that is not a state file, is skipped and named. Control
+characters in texts are escaped here, for all users of the state.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,21 +20,7 @@ from typing import Any, Final
 from farcall.observe.format.frozen_stacks import FROZEN_SECONDS, Stack, read_stacks
 from farcall.observe.format.job_files import read_facts
 from farcall.observe.format.jobs import JobFolder, process_of
-from farcall.observe.format.layout import (
-    BLOCK_BYTES,
-    FILE_BYTES,
-    HEADER_BYTES,
-    SNAPSHOT_BYTES,
-    LayoutError,
-    Record,
-    block_size,
-    snapshot_offset,
-    snapshots_in,
-    unpack_beat,
-    unpack_header,
-    unpack_records,
-    unpack_snapshots,
-)
+from farcall.observe.format.layout import MAX_FILE_BYTES, LayoutError, unpack_state
 from farcall.observe.format.legible import legible
 from farcall.observe.reading.gathered import GATHERED, unpack_states
 from farcall.observe.reading.native_stacks import NativeStacksError, native_stacks, spy_program
@@ -47,7 +32,6 @@ __all__ = ["END", "read_job", "read_worker", "settled"]
 END: Final = "end.json"
 """File in a job's folder in which its launcher notes how it has ended."""
 
-_MAX_BYTES: Final = 4 * FILE_BYTES
 _MAX_STACKS_BYTES: Final = 4 << 20
 _MAX_GATHERED_BYTES: Final = 64 << 20
 _MAX_DEPTH: Final = 12
@@ -81,70 +65,36 @@ def _legible(value: Any, depth: int = 0) -> Any:
     return value
 
 
-@contextlib.contextmanager
-def _opened(path: Path, limit: int) -> Iterator[int]:
-    """The descriptor of a regular file of this user. Raises ``OSError`` or ``LayoutError``.
+def _read_file(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file of this user. Raises ``OSError`` or ``LayoutError``.
 
     Args:
         limit: maximum size, in bytes.
     """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with open(file, "rb") as opened:
         known = os.fstat(file)
         if not stat.S_ISREG(known.st_mode):
             raise LayoutError("it is no file")
         if known.st_uid != os.getuid():
             raise LayoutError(f"it belongs to another user ({known.st_uid})")
         if known.st_size > limit:
-            raise LayoutError(f"it has {known.st_size} bytes, more than any state file")
-        yield file
-    finally:
-        os.close(file)
+            raise LayoutError(f"it has {known.st_size} bytes, more than any such file")
+        return opened.read(limit)
 
 
-def _read_file(path: Path, limit: int) -> bytes:
-    """Return the content of a file; arguments and errors as for ``_opened``."""
-    with _opened(path, limit) as file:
-        parts = []
-        while part := os.read(file, 1 << 20):
-            parts.append(part)
-        return b"".join(parts)
-
-
-def _read_snapshots(path: Path) -> tuple[bytes, list[bytes]]:
-    """Return the header of a state file and the blocks of its snapshots. The rest is mostly empty."""
-    with _opened(path, _MAX_BYTES) as file:
-        header, blocks = os.pread(file, HEADER_BYTES, 0), []
-        for begin in map(snapshot_offset, (0, 1)):
-            head = os.pread(file, BLOCK_BYTES, begin)
-            if len(head) == BLOCK_BYTES:
-                blocks.append(os.pread(file, min(block_size(head), SNAPSHOT_BYTES), begin))
-        return header, blocks
-
-
-def read_worker(path: Path, *, records: bool = True, earlier: bool = False) -> WorkerState:
+def read_worker(path: Path) -> WorkerState:
     """Return the state that a worker has written; ``settled`` adds what the kernel reports.
 
     Raises:
         OSError, LayoutError: the file cannot be read; the text has the reason.
     """
-    ring: list[Record] = []
-    if records:
-        data = _read_file(path, _MAX_BYTES)
-        header, snapshots = data[:HEADER_BYTES], unpack_snapshots(data)
-        ring = [replace(record, fields=_legible(record.fields)) for record in unpack_records(data)]
-    else:
-        header, blocks = _read_snapshots(path)
-        snapshots = snapshots_in(blocks)
-    unpack_header(header)
-    if not snapshots:
-        raise LayoutError("it has no whole snapshot")
+    state = unpack_state(_read_file(path, MAX_FILE_BYTES))
     return WorkerState(
-        unpack_beat(header),
-        _legible(snapshots[0]),
-        earlier=_legible(snapshots[1]) if earlier and snapshots[1:] else None,
+        state.beat,
+        _legible(state.snapshot),
+        earlier=_legible(state.earlier),
         frozen=_read_stacks(path.with_suffix(".stacks")),
-        records=tuple(ring),
         file=str(path),
     )
 
@@ -160,8 +110,6 @@ def _read_stacks(path: Path) -> Mapping[int, Stack]:
 def read_job(
     folder: JobFolder,
     *,
-    records: bool = False,
-    earlier: bool = False,
     gathered: bool = True,
     native: bool = False,
     processes: Collection[int] | None = None,
@@ -170,8 +118,6 @@ def read_job(
     processes compute.
 
     Args:
-        records: whether to read their rings, too.
-        earlier: whether to read the state before the last one, too; see ``JobState.as_of``.
         gathered: whether to include workers of other hosts whose state has been gathered here.
         native: whether to add the stacks of frozen workers from ``py-spy``, which stops each for a moment.
         processes: the only processes of this host whose files are read; default: all.
@@ -182,7 +128,7 @@ def read_job(
         if processes is not None and process_of(path) not in processes:
             continue
         try:
-            workers.append(read_worker(path, records=records, earlier=earlier))
+            workers.append(read_worker(path))
         except LayoutError as error:
             skipped.append((_legible(path.name), str(error)))
         except OSError as error:

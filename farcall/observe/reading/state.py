@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from farcall.observe.format.frozen_stacks import FROZEN_SECONDS, Stack
-from farcall.observe.format.layout import Beat, Record
+from farcall.observe.format.layout import Beat
 from farcall.observe.format.positions import Position
 
 __all__ = ["JobState", "Position", "Process", "ThreadState", "WorkerState", "owned_objects", "with_methods"]
@@ -120,7 +120,6 @@ class WorkerState:
         process: see ``Process``.
         now: time of reading on the worker's own monotonic clock; of a dead one, that of its last heartbeat.
         frozen: stacks that were written without its interpreter, by thread.
-        records: the ring.
         file: the state file, for people.
         earlier: the snapshot before the last one; None if it was not read.
     """
@@ -130,7 +129,6 @@ class WorkerState:
     process: Process = Process()
     now: float = 0.0
     frozen: Mapping[int, Stack] = field(default_factory=dict)
-    records: tuple[Record, ...] = ()
     file: str = ""
     earlier: Mapping[str, Any] | None = None
 

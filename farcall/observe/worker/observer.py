@@ -49,9 +49,6 @@ _MAX_SHARE: Final = 0.01
 _LEAST_COMPUTED: Final = 0.02
 """Minimum share of a core, used since the last look, from which a process counts as computing."""
 
-_MAX_RECORDS: Final = 512
-"""Maximum number of records that one look writes, the newest."""
-
 _MAX_TASKS: Final = 64
 """Maximum number of tasks that wait for the observing thread, the newest."""
 
@@ -87,7 +84,6 @@ class Observer:
         self.job = job
         self.orders = Orders()
         self._agents: list[Any] = []
-        self._records: deque[dict[str, Any]] = deque(maxlen=4 * _MAX_RECORDS)
         self._tasks: deque[Callable[[], object]] = deque(maxlen=_MAX_TASKS)
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -106,7 +102,7 @@ class Observer:
         self._awaited: set[tuple[Any, ...]] = set()
         self._kept_at = -math.inf
         self._looker = Looker()
-        self._seen: dict[tuple[str, int, int], dict[str, Any]] = {}
+        self._seen: set[tuple[str, int, int]] = set()
         self._thread = threading.Thread(target=self._run, name="farcall-observer", daemon=True)
 
     @property
@@ -181,10 +177,6 @@ class Observer:
         self._tasks.append(task)
         self._wake.set()
 
-    def record(self, kind: str, **fields: Any) -> None:
-        """Make the next look write a record to the ring. Costs less than a microsecond."""
-        self._records.append({"kind": kind, "at": time(), **fields})
-
     def stop(self, phase: str) -> None:
         """Write the last snapshot and end the thread."""
         self.identify(phase=phase)
@@ -258,8 +250,6 @@ class Observer:
     def _close(self) -> None:
         if self._stacks is not None:
             self._stacks.close()
-        if self._file is not None:
-            self._file.close()
         with self._looks:
             self._closed = True
             self._looks.notify_all()
@@ -290,9 +280,6 @@ class Observer:
             self._changed = False
             self._write(agents, now, progress=progress)
             self._stacks.clear()
-        if self._records:
-            newest = [self._records.popleft() for _ in range(len(self._records))][-_MAX_RECORDS:]
-            self._file.record(newest)
         self._number += 1
         self._file.beat(Beat(self._number, now, time(), *counted, used, *rates))
         interval = _LOOK_SECONDS if busy or moved else _IDLE_SECONDS
@@ -353,18 +340,14 @@ class Observer:
             self._kept_at = now
 
     def _follow(self, snapshot: dict[str, Any]) -> bool:
-        """Record calls and requests that a look has seen, as they begin and end; returns whether any did."""
-        before, self._seen = self._seen, {}
-        for kind, key in (("call", "calls"), ("request", "requests")):
-            for each in snapshot[key][:_MAX_SEEN]:
-                which = (kind, each["incarnation"], each["id"])
-                if which not in before:
-                    self.record(f"{kind} begun", **_named(each))
-                self._seen[which] = each
-        for which, each in before.items():
-            if which not in self._seen:
-                self.record(f"{which[0]} ended", **_named(each))
-        return before.keys() != self._seen.keys()
+        """Whether calls or requests have begun or ended since the last look."""
+        before = self._seen
+        self._seen = {
+            (key, each["incarnation"], each["id"])
+            for key in ("calls", "requests")
+            for each in snapshot[key][:_MAX_SEEN]
+        }
+        return before != self._seen
 
 
 def _part(observed: Callable[[], Any]) -> Any:
@@ -382,11 +365,6 @@ def _awaited(threads: Iterable[dict[str, Any]], now: float) -> Iterator[tuple[An
             yield thread["id"], each["what"], each["since"]
         if "call" in thread and now - thread["since"] >= LEAST_WAIT_SECONDS:
             yield thread["id"], *thread["call"]
-
-
-def _named(each: dict[str, Any]) -> dict[str, Any]:
-    wanted = ("id", "to", "from", "what", "began")
-    return {name: each[name] for name in wanted if name in each}
 
 
 def _counts(agents: list[Any]) -> tuple[int, int]:

@@ -31,7 +31,6 @@ export function drawCharts() {
 
 export const drawMemory = () => drawFigure({ id: "chart-memory-tall", ...MEMORY });
 
-export const hasPoints = () => points.length > 0;
 
 function drawFigure(chart) {
   const place = byId(chart.id);

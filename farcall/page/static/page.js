@@ -1,7 +1,7 @@
 // The page: takes events in, and has the parts of the page show them.
 
 import { ask } from "./asking.js";
-import { addPoints, clearPoints, drawCharts, drawMemory, hasPoints } from "./charts.js";
+import { addPoints, clearPoints, drawCharts, drawMemory } from "./charts.js";
 import { byId, clock, el, keyed, setText } from "./dom.js";
 import { showHistory } from "./history.js";
 import { showLogs, leaveLogs } from "./logs.js";
@@ -16,7 +16,6 @@ const TABS = ["overview", "tasks", "memory", "references", "collectives", "spmd"
 const TITLES = { spmd: "SPMD" };
 let view = null;
 let tab = "overview";
-let asked = false;
 
 // ---- tabs
 
@@ -101,19 +100,10 @@ function showHead() {
 function take(event) {
   view = event.view;
   addPoints(event.points);
-  if (!view.job.living && !hasPoints() && !asked) recall();
   connection(view.job.living ? "live" : "over", view.job.living ? "live" : "over");
   addTasks(event.tasks, view.at);
   show();
   refreshWorker(view);
-}
-
-// Of a job that is over, the history may have figures.
-async function recall() {
-  asked = true;
-  const { points } = await (await ask("points", { job: view.job.id })).json();
-  addPoints(points);
-  show();
 }
 
 function connection(text, tone) {
@@ -129,7 +119,6 @@ async function listen() {
       const answer = await ask("events");
       clearPoints(); // a new stream begins with all that the server keeps
       clearTasks();
-      asked = false;
       pause = 500;
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       let text = "";

@@ -99,7 +99,7 @@ def wait_for_a_worker_that_dies(worker: Worker) -> tuple[list[str], list[str]]:
         for _ in range(3):
             assert found.look_now(WAIT_SECONDS)
         assert found.path is not None
-        return waits_in(read_worker(found.path, earlier=True).as_of(0.0)), waits_in(read_worker(found.path))
+        return waits_in(read_worker(found.path).as_of(0.0)), waits_in(read_worker(found.path))
 
 
 def report_that_a_barrier_is_in_the_file(worker: Worker, found: Observer) -> None:

@@ -37,7 +37,6 @@ def write(
         snapshot = {"worker": worker, "monotonic": monotonic() + at, "wall": time() + at, "threads": threads}
         assert state.snapshot(snapshot)
     state.beat(Beat(2, monotonic() + last_look, time() + last_look, 0, 0, 0.0))
-    state.close()
 
 
 def wait_for(name: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from farcall.observe.format.layout import Beat, Record
+from farcall.observe.format.layout import Beat
 from farcall.observe.reading.state import JobState, Process, WorkerState
 
 __all__ = ["NOW", "WALL", "call", "job", "main_thread", "request", "worker"]
@@ -35,7 +35,6 @@ def worker(
     *threads: dict[str, Any],
     process: Process | None = None,
     at: float = 0.0,
-    records: tuple[Record, ...] = (),
     **snapshot: Any,
 ) -> WorkerState:
     """One worker at a look, ``at`` seconds after ``NOW``."""
@@ -44,7 +43,7 @@ def worker(
     found: dict[str, Any] = {"worker": identity, "monotonic": NOW + at, "wall": WALL + at, "moved": NOW - 30}
     found |= {"called": NOW - 30, "threads": list(threads)} | snapshot
     beat = Beat(1, NOW + at, WALL + at, int(10 * at), 0, 0.5 * at, 3.0, 4.0)
-    return WorkerState(beat, found, process or Process(alive=True), NOW + at, records=records)
+    return WorkerState(beat, found, process or Process(alive=True), NOW + at)
 
 
 def job(*workers: WorkerState) -> JobState:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from farcall.observe.format.layout import Record
 from farcall.observe.reading.state import Process
 from farcall.page.task_stream import Task, TaskStream
 from tests.unit.farcall.page.jobs_at_hand import NOW, WALL, call, job, main_thread, request, worker
@@ -67,14 +64,3 @@ def test_wait_in_a_group_is_a_task_of_its_worker() -> None:
     stream.follow(job(worker(3, main_thread(waits=[{"what": "all_reduce(16)", "since": NOW - 2}]))))
     task = only(stream)
     assert (task.kind, task.lane, task.what, task.began) == ("group", "worker3", "all_reduce(16)", WALL - 2)
-
-
-def test_ring_has_the_calls_from_before() -> None:
-    def record(n: int, kind: str, at: float, **fields: Any) -> Record:
-        return Record(n, {"kind": kind, "at": at, "id": 1, "to": "worker1", "what": "train", **fields})
-
-    begun = record(1, "call begun", WALL - 9, began=NOW - 10)
-    stream = TaskStream()
-    stream.seed(job(worker(0, records=(begun, record(2, "call ended", WALL - 5)))))
-    task = only(stream)
-    assert (task.began, task.ended, task.how) == (WALL - 10, WALL - 5, "done")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from farcall.cli import main
+from farcall.observe.format.layout import Beat
 from farcall.observe.worker.state_file import StateFile
 
 pytest.importorskip("prometheus_client")
@@ -31,7 +32,7 @@ def test_token_that_cannot_be_used_is_an_error_in_one_sentence(
     value: str,
     reason: str,
 ) -> None:
-    StateFile(tmp_path / "7c2f" / "here.1.1.state").close()
+    StateFile(tmp_path / "7c2f" / "here.1.1.state").beat(Beat(1, 1.0, 1.0, 0, 0, 0.0))
     monkeypatch.setenv("FARCALL_JOBS_DIR", str(tmp_path))
     monkeypatch.setenv(variable, value)
     assert main(["metrics", "--job", "7c2f"]) == 1

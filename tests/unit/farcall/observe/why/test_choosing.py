@@ -20,7 +20,6 @@ def leave_job(folder: Path, job: str, *threads: dict[str, Any], began: float, ph
     """A job with one worker, in this process."""
     now = time.monotonic()
     file = StateFile(folder / job / f"{socket.gethostname()}.{os.getpid()}.1.state")
-    file.beat(Beat(1, now, time.time(), 0, 0, 0.0))
     facts = {
         "name": "worker0",
         "rank": 0,
@@ -33,7 +32,7 @@ def leave_job(folder: Path, job: str, *threads: dict[str, Any], began: float, ph
     }
     moved = now - (10 if threads else 0)
     file.snapshot({"worker": facts, "monotonic": now, "threads": threads, "moved": moved, "called": moved})
-    file.close()
+    file.beat(Beat(1, now, time.time(), 0, 0, 0.0))
 
 
 def blocked(ident: int, by: int) -> dict[str, Any]:
