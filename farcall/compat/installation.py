@@ -23,7 +23,7 @@ from dist_autograd.recording import RECV_NODE, SEND_NODE
 from farcall.compat import lending
 from farcall.compat.torch_internals import INTERNALS
 from farcall.compat.torch_rpc import testing
-from farcall.compat.torch_rpc.without_counterpart import INSTEAD, displaced
+from farcall.compat.torch_rpc.without_counterpart import displaced
 from rpc.agent.collected_futures import replace_collect_all, restore_collect_all
 
 __all__ = ["CompatError", "install", "is_installed", "uninstall"]
@@ -183,9 +183,7 @@ class _Finder(MetaPathFinder, Loader):
         if fullname in _FACADES:
             return spec_from_loader(fullname, self)
         if _is_replaced(fullname):
-            instead = INSTEAD.get(fullname.rpartition(".")[2])
-            text = f"farcall.compat has no counterpart of {fullname}" + (f": {instead}" if instead else "")
-            raise ModuleNotFoundError(text, name=fullname)
+            raise ModuleNotFoundError(f"farcall.compat has no counterpart of {fullname}", name=fullname)
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

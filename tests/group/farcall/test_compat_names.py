@@ -159,7 +159,6 @@ def is_of_rpc(value: Any) -> bool:
 def test_every_name_of_the_installed_pytorch_is_lent_or_refused() -> None:
     theirs = {name: names_in(name) for name in all_of_pytorchs_modules() - STAY}
     from farcall import compat
-    from farcall.compat.torch_rpc.without_counterpart import INSTEAD
 
     compat.install()
     assert theirs.keys() == REFUSED.keys() | NOT_REPLACED
@@ -173,10 +172,7 @@ def test_every_name_of_the_installed_pytorch_is_lent_or_refused() -> None:
                 lent = getattr(facade, name)
             except AttributeError as error:
                 allowed = name in refused | IN_NEWER_VERSIONS.get(module, set())
-                says_what_to_use = str(error).endswith(
-                    f"no counterpart of {module}.{name}: {INSTEAD.get(name)}"
-                )
-                if not allowed or not says_what_to_use:
+                if not allowed or not str(error).endswith(f"no counterpart of {module}.{name}"):
                     wrong.append(f"{module}.{name}: refused with {error}")
             else:
                 if name in refused:
@@ -184,8 +180,6 @@ def test_every_name_of_the_installed_pytorch_is_lent_or_refused() -> None:
                 elif lent is value and is_of_rpc(value) and not isinstance(value, CONSTANTS):
                     wrong.append(f"{module}.{name}: PyTorch's own")
     assert not wrong, "\n".join(wrong)
-    refused_names: set[str] = set().union(*REFUSED.values(), *IN_NEWER_VERSIONS.values())
-    assert refused_names == INSTEAD.keys()
     for module in NOT_REPLACED:
         with pytest.raises(ModuleNotFoundError, match=r"no counterpart of torch\.distributed\."):
             importlib.import_module(module)
