@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from dist_autograd.installation import autograd
-from rpc.agent.futures import Future, wait_futures
+from rpc.agent.futures import Future
+from rpc.agent.waiting import wait_futures
 from rpc.errors import WorkerLostError
 from rpc.runtime.interrupts import is_interruption
 from rref import RRef

@@ -20,7 +20,8 @@ import farcall_guard
 farcall_guard.check(*farcall_guard.installed("rref", "dist_autograd"))
 
 from rpc import errors, functions
-from rpc.agent.futures import Future, as_completed, wait_all, wait_any
+from rpc.agent.futures import Future
+from rpc.agent.waiting import as_completed, wait_all, wait_any
 from rpc.api import (
     UNSET_RPC_TIMEOUT,
     all_gather,

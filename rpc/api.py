@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rpc import retrying
-from rpc.agent.futures import Future, collected_futures
+from rpc.agent.futures import Future
 from rpc.agent.interface import AgentInterface
+from rpc.agent.waiting import collected_futures
 from rpc.errors import NotInitializedError, with_article
 from rpc.group.membership import WorkerReference
 from rpc.group.workers import WorkerInfo

@@ -21,7 +21,8 @@ from typing import Any
 from rpc.agent.activity import Activity
 from rpc.agent.agent_calls import Calls
 from rpc.agent.caller import UNSET_TIMEOUT
-from rpc.agent.futures import Completions, Future
+from rpc.agent.completions import Completions
+from rpc.agent.futures import Future
 from rpc.agent.gather import Gathering
 from rpc.agent.group import AgentGroup
 from rpc.agent.hooks import Hooks

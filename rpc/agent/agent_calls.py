@@ -11,7 +11,7 @@ from rpc.agent.answer_sender import AnswerSender
 from rpc.agent.border import Border
 from rpc.agent.caller import Caller
 from rpc.agent.calls import CallTable
-from rpc.agent.futures import Completions
+from rpc.agent.completions import Completions
 from rpc.agent.group import AgentGroup
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages

@@ -1,4 +1,4 @@
-"""The futures of calls, and waiting for several of them.
+"""The futures of calls.
 
 When a reply arrives, it is only stored (see ``calls``). If a thread waits for it, that thread is woken,
 decodes it and completes the future, without a further hand-over; otherwise an executor thread does so. Both
@@ -16,7 +16,7 @@ import itertools
 import logging
 import threading
 from _thread import LockType, allocate_lock
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError
 from contextvars import Context, copy_context
 from time import monotonic
@@ -28,27 +28,17 @@ from rpc.agent.border import Arrival
 from rpc.agent.calls import PendingCall, name_of
 from rpc.errors import NotInitializedError, RpcTimeoutError
 from rpc.group.peer import Peer
-from rpc.runtime.blocking import INFINITE, Event, check_may_block, wait_for, wait_for_event
+from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.current import is_initialized
-from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.runtime.iterating import waiter
 from rpc.runtime.modes import with_default_modes
-from rpc.runtime.tasks import Task
 from rpc.runtime.torch_internals import BaseFuture
 from rpc.serialization.exception_state import to_keep, twin
 from rpc.serialization.failures import text_of
 from rpc.serialization.kept_errors import without_frames
 
-__all__ = [
-    "Completions",
-    "Future",
-    "as_completed",
-    "collected_futures",
-    "wait_all",
-    "wait_any",
-    "wait_futures",
-]
+__all__ = ["Future"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +60,6 @@ class _ThreadState(threading.local):
 
 
 _thread_state: Final = _ThreadState()
-
-collected_futures: Final = threading.local()
-"""Inside ``wait_all``, its attribute ``future_list`` has this thread's futures so far."""
 
 
 class Future(torch.futures.Future[T]):
@@ -481,112 +468,3 @@ def _fail(
         wrapped.__cause__ = error
         error = wrapped
     future.set_exception(error)
-
-
-class Completions:
-    """Has tasks run, and futures completed, on executor threads. From any thread."""
-
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-
-    def run_soon(self, tasks: Sequence[Task]) -> None:
-        """Run tasks on executor threads; after their end, only futures are completed."""
-        if not self.executor.submit_batch(tasks):
-            self._complete(tasks)
-
-    def stop(self, timeout: float) -> None:
-        """End the executor; tasks that have not begun are dropped, but futures are completed."""
-        dropped = self.executor.drop_backlog()
-        try:
-            self.executor.stop(timeout=timeout)
-        finally:
-            self._complete(dropped)
-
-    def _complete(self, tasks: Sequence[Task]) -> None:
-        with contextlib.ExitStack() as all_of_them:  # even if the callbacks of one raise
-            for function, argument in reversed(tasks):
-                if isinstance(getattr(function, "__self__", None), Future):
-                    all_of_them.callback(function, argument)
-
-
-@contextlib.contextmanager
-def wait_all() -> Iterator[None]:
-    """Wait, on leaving the block, for all futures that ``rpc_async`` returned on this thread inside it.
-
-    Raises:
-        Exception: the error of the first future found to have failed, without waiting for the others.
-
-    Example::
-
-        with rpc.wait_all():
-            for worker in workers:
-                rpc.rpc_async(worker, evaluate)
-    """
-    futures: list[Future[Any]] = []
-    outer = getattr(collected_futures, "future_list", None)
-    collected_futures.future_list = futures
-    try:
-        yield
-        wait_futures(futures)
-    finally:
-        if outer is None:
-            del collected_futures.future_list
-        else:
-            collected_futures.future_list = outer
-
-
-def as_completed(futures: Iterable[F], timeout: float | None = None) -> Iterator[F]:
-    """Yield the futures, each as soon as it is completed; signal handlers interrupt at once.
-
-    Args:
-        futures: futures from ``rpc_async`` or ``then``; each is yielded once.
-        timeout: time in seconds from now after which ``RpcTimeoutError`` is raised; default: no limit.
-    Example::
-
-        for future in rpc.as_completed([rpc.rpc_async(worker, evaluate) for worker in workers]):
-            print(future.result())
-    """
-    awaited = list({id(future): future for future in futures}.values())
-    deadline = INFINITE if timeout is None else monotonic() + timeout
-    changed = Event()
-    done: list[F] = []
-    if not all(future.done() for future in awaited):
-        check_may_block()
-    for future in awaited:
-        _call_when_done(future, functools.partial(_note, future, done, changed))
-    for index in range(len(awaited)):
-        while len(done) <= index:
-            changed.clear()
-            if len(done) <= index and not wait_for_event(changed, deadline):
-                late = f"{len(awaited) - index} of {len(awaited)} futures"
-                raise RpcTimeoutError(f"{late} were not completed within {timeout:g} s; they go on")
-        yield done[index]
-
-
-def wait_any(futures: Iterable[F], timeout: float | None = None) -> F:
-    """Wait until one of the futures is completed, and return that; arguments as for ``as_completed``.
-    ``ValueError`` if there are none.
-    """
-    for future in as_completed(futures, timeout):
-        return future
-    raise ValueError("there are no futures to wait for")
-
-
-def wait_futures(futures: list[Any]) -> list[Any]:
-    """Wait for all futures, or until one fails; signal handlers interrupt at once.
-
-    Returns:
-        Their values, in order.
-
-    Raises:
-        The error of the first one that is found to have failed.
-    """
-    for future in as_completed(futures):
-        future.value()
-    return [cast("torch.futures.Future[Any]", future).value() for future in futures]
-
-
-@protected
-def _note(future: torch.futures.Future[Any], done: list[Any], changed: Event, _: object) -> None:
-    done.append(future)
-    changed.set()

@@ -17,7 +17,8 @@ from dist_autograd.installation import autograd
 from dist_optim import DistributedOptimizer
 from dist_optim.fan_out import on_all_objects
 from dist_optim.optimizer import check_context
-from rpc.agent.futures import Future, wait_futures
+from rpc.agent.futures import Future
+from rpc.agent.waiting import wait_futures
 from rpc.api import UNSET_RPC_TIMEOUT, get_worker_info, rpc_async, rpc_sync
 from rpc.errors import AutogradError, RpcError, WorkerLostError
 from rpc.runtime.torch_internals import pytree

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol, cast
 
-from rpc.agent.futures import Future, as_completed, wait_futures
+from rpc.agent.futures import Future
+from rpc.agent.waiting import as_completed, wait_futures
 from rpc.errors import GivenUpError, RpcError, RpcTimeoutError
 from rpc.runtime import waits
 from rpc.runtime.interrupts import is_interruption, protected

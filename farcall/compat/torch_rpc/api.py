@@ -23,7 +23,7 @@ from farcall.compat.torch_rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_R
 from farcall.compat.torch_rpc.internal import _internal_rpc_pickler
 from farcall.compat.torch_rpc.without_counterpart import without_counterpart
 from rpc import RRef, WorkerInfo, get_worker_info, remote, rpc_async, rpc_sync
-from rpc.agent.futures import collected_futures
+from rpc.agent.waiting import collected_futures
 from rpc.errors import NotInitializedError
 from rpc.runtime.current import current_agent
 from rpc.runtime.torch_internals import is_profiler_enabled

@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from farcall.observe.worker.frames import collection_paused, frames_of_others, variables_of
 from rpc.agent.calls import PendingCall, name_of
-from rpc.agent.futures import Future, as_completed
+from rpc.agent.futures import Future
 from rpc.agent.received_requests import Request
 from rpc.agent.request_runner import RequestRunner
+from rpc.agent.waiting import as_completed
 from rpc.runtime.code_folders import is_users
 
 __all__ = ["awaited_call", "awaited_in", "request_of", "running"]

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 import rpc
-from rpc.agent.futures import wait_futures
+from rpc.agent.waiting import wait_futures
 from rpc.errors import RpcError
 from rpc.group.workers import WorkerInfo
 from rpc.runtime.interrupts import is_interruption

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, cast
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from rpc.agent.futures import wait_futures
+from rpc.agent.waiting import wait_futures
 from rpc.errors import RpcError, WorkerLostError
 from rpc.runtime import spans
 from rpc.runtime.interrupts import interruptible, is_interruption, protected

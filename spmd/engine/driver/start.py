@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import rpc
-from rpc.agent.futures import wait_futures
+from rpc.agent.waiting import wait_futures
 from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.lifecycle.worker_processes import WorkerProcesses
 from rpc.runtime.cpu_quota import usable_cores

@@ -18,7 +18,8 @@ import torch
 import uvloop
 
 from rpc.agent.calls import PendingCall
-from rpc.agent.futures import Future, wait_all
+from rpc.agent.futures import Future
+from rpc.agent.waiting import wait_all
 from rpc.errors import NotInitializedError, RpcTimeoutError
 from rpc.wire.frames import Frame
 from tests.support.answering import Owner, fail, when_waiting

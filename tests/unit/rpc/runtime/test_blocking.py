@@ -8,7 +8,8 @@ from time import monotonic
 
 import pytest
 
-from rpc.agent.futures import Future, wait_futures
+from rpc.agent.futures import Future
+from rpc.agent.waiting import wait_futures
 from rpc.errors import BlockingCallError
 from rpc.runtime.blocking import Condition, Event, this_thread, wait_for_event, wait_while
 from tests.support.answering import Owner, fail, when_waiting
