@@ -58,11 +58,11 @@ from rpc.runtime import events
 from rpc.runtime.current import is_initialized
 from rpc.serialization.portable import PortablePickler
 from rpc.serialization.settings import allow_class, allow_function, allow_methods, use_pickler
-from rpc.serving import serve
 from rpc.streaming import Stream, stream
-from rpc.tracing import trace
 
 if TYPE_CHECKING:
+    from farcall.observe.tracing import trace as trace
+    from farcall.serving import serve as serve
     from rref.names import find as find
     from rref.names import remove_name as remove_name
     from rref.reference import RRef as RRef
@@ -110,7 +110,6 @@ __all__ = [
     "remove_name",
     "rpc_async",
     "rpc_sync",
-    "serve",
     "set_rpc_timeout",
     "shutdown",
     "spawn",
@@ -126,6 +125,8 @@ _HIGHER = {
     "find": "rref.names",
     "remote": "rref.remote",
     "remove_name": "rref.names",
+    "serve": "farcall.serving",  # not in __all__: it needs gRPC
+    "trace": "farcall.observe.tracing",
 }
 """Names of this package, and the modules of higher packages that define them."""
 

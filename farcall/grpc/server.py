@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
-from rpc import TlsOptions
+from rpc.options import TlsOptions
 from rpc.transport.tls import TlsContexts, pem_file
 
 __all__ = ["OPTIONS", "Probes", "bind", "server_credentials"]

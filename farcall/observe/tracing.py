@@ -59,7 +59,25 @@ _recorders: Final[dict[str, Recorder]] = {}
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
-    """See ``rpc.trace``."""
+    """Trace all workers of the group for the duration of a ``with`` statement, into one file for Perfetto.
+
+    The file has a track for each thread; spans for serializing, transfers, queueing, running, waiting,
+    gradients, steps of optimizers, collectives and SPMD programs; and an arrow from each call to its run and
+    back. Open it in https://ui.perfetto.dev. Clocks of hosts are aligned by the calls between them; the file
+    gives the error under ``metadata``. If a worker cannot be traced, the log says so, and the file has the
+    others.
+
+    Args:
+        path: the file; it is written at the end, by this worker.
+
+    Raises:
+        NotInitializedError: there is no agent.
+
+    Example::
+
+        with rpc.trace("run.json"):
+            train_one_epoch()
+    """
     agent: Agent = current_agent()
     identity = uuid.uuid4().hex
     names = [info.name for info in agent.get_worker_infos()]

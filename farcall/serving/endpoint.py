@@ -14,10 +14,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-import rpc
 from farcall.serving.errors import BadArguments, contained
 from farcall.serving.slots import Slots
 from farcall.serving.tensors import DTYPES
+from rpc.api import UNSET_RPC_TIMEOUT, rpc_async
 from rpc.errors import RRefError
 from rpc.runtime.own_streams import OwnStreams
 from rref import RemoteModule, RRef
@@ -279,7 +279,7 @@ def _call_module_on_device(*how: Any) -> Any:
 async def _run_at_owner(
     called: RRef[Any] | RemoteModule, args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None
 ) -> Any:
-    timeout = rpc.UNSET_RPC_TIMEOUT if seconds is None else max(seconds, 0.001)
+    timeout = UNSET_RPC_TIMEOUT if seconds is None else max(seconds, 0.001)
     function: Callable[..., Any] = _call_referenced
     where: tuple[Any, ...] = ()
     if isinstance(called, RRef):
@@ -290,12 +290,12 @@ async def _run_at_owner(
             function, where = _call_module_on_device, (called.device, called.is_device_map_set)
     owner = reference.owner()
     try:
-        call = rpc.rpc_async(owner, function, args=(reference, *where, args, kwargs), timeout=timeout)
+        call = rpc_async(owner, function, args=(reference, *where, args, kwargs), timeout=timeout)
         try:
             return await call
         except asyncio.CancelledError:
             call.cancel()
             raise
     except RRefError:
-        await rpc.rpc_async(owner, os.getpid, timeout=timeout)  # it may be gone, and with it the reference
+        await rpc_async(owner, os.getpid, timeout=timeout)  # it may be gone, and with it the reference
         raise

@@ -16,8 +16,8 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-import rpc.runtime
 from farcall.grpc.values import Malformed
+from rpc import runtime
 from rpc.errors import RpcTimeoutError, WorkerLostError
 
 __all__ = [
@@ -38,7 +38,7 @@ DOMAIN: Final = "farcall"
 
 _OURS: Final = (
     str(Path(__file__).parent),
-    str(Path(rpc.runtime.__file__).parent),
+    str(Path(runtime.__file__).parent),
     str(Path(concurrent.futures.__file__).parent),
     str(Path(importlib.__file__).parent),
     "<frozen importlib",

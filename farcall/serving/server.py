@@ -25,7 +25,7 @@ from farcall.serving.callers import BearerTokens, Callers
 from farcall.serving.calls import Calls
 from farcall.serving.endpoint import Endpoint
 from farcall.serving.host import Host
-from rpc import TlsOptions
+from rpc.options import TlsOptions
 from rpc.runtime.isolation import isolate_tasks
 from rpc.runtime.loop import keep_running, new_loop
 from rpc.transport.tls import TlsContexts

@@ -2,9 +2,9 @@
 
 ``spmd`` is built on ``dist_optim``, that on ``dist_autograd``, that on ``rref``, that on ``rpc``; ``farcall``
 is the front door and may import them all. Only the face ``rpc/__init__.py`` looks up, to offer ``remote`` and
-``RRef`` where PyTorch does. Inside ``rpc`` the rooms depend on each other as ``ROOMS`` says, and no files
-import each other in a circle; what is imported under ``TYPE_CHECKING`` counts. And nobody imports what
-PyTorch may drop: its own RPC.
+``RRef`` where PyTorch does, and ``serve`` and ``trace``. Inside ``rpc`` the rooms depend on each other as
+``ROOMS`` says, and no files import each other in a circle; what is imported under ``TYPE_CHECKING`` counts.
+And nobody imports what PyTorch may drop: its own RPC.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAY_IMPORT = {
 }
 """For each package, the others that it may import."""
 
-FACES = {"rpc/__init__.py": {"rref", "dist_autograd"}}
+FACES = {"rpc/__init__.py": {"rref", "dist_autograd", "farcall"}}
 """Files that may look up, and where to."""
 
 ROOMS = (
@@ -47,7 +47,7 @@ ROOMS = (
     {"profiling"},
     {"rendezvous"},
     {"lifecycle"},
-    {"api", "generators", "mapping", "retrying", "serving", "streaming", "testing", "tracing"},
+    {"api", "generators", "mapping", "retrying", "streaming", "testing"},
 )
 """The rooms (and single files) of ``rpc``, from the lowest. Only its face stands above."""
 
