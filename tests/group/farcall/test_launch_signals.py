@@ -100,7 +100,7 @@ def test_lines_are_seen_at_once_signals_are_passed_on_and_workers_get_the_time_t
     launcher.send(signal.SIGTERM)
     assert launcher.end() == 128 + signal.SIGTERM
     assert (
-        "farcall: ended by SIGTERM; ranks 0 to 1 still run here and are ended, in 30 s at most"
+        "farcall: ended by SIGTERM; ranks 0 to 1 still run here, to be ended in 30 s at most"
         in launcher.lines
     )
     assert {"[0] saved at SIGTERM", "[1] saved at SIGTERM"} <= {*launcher.lines}
