@@ -130,6 +130,32 @@ def test_ctrl_c_shows_a_line_of_each_worker(launchers: Launchers) -> None:
     assert said == {f"[{rank}] KeyboardInterrupt at program.py:2" for rank in (0, 1)}
 
 
+ASKS = """
+import os
+from farcall import rpc
+
+def ask(numbers):
+    print("ready")
+    while True:
+        numbers.rpc_sync().append(1)
+
+rank = os.environ["RANK"]
+rpc.init_rpc(f"worker{rank}")
+if rank == "0":
+    rpc.rpc_sync("worker1", ask, args=(rpc.RRef([]),), timeout=0)
+rpc.shutdown()
+"""
+
+
+def test_ctrl_c_says_nothing_of_calls_that_cannot_go_on(launchers: Launchers) -> None:
+    launcher = launchers(ASKS, "-n 2")
+    launcher.wait_for("ready")
+    launcher.send(signal.SIGINT)
+    assert launcher.end() == 128 + signal.SIGINT
+    said = {line for line in launcher.lines if line.startswith("[") and not line.endswith("ready")}
+    assert said <= {"[0] KeyboardInterrupt at program.py:13", "[1] KeyboardInterrupt at program.py:14"}
+
+
 @pytest.mark.nightly
 def test_a_second_ctrl_c_does_not_wait_for_the_grace(launchers: Launchers) -> None:
     launcher = launchers(IGNORES.replace("SIGTERM", "SIGINT"), "-n 1 --grace 600")
