@@ -141,7 +141,7 @@ class References:
         incarnation, reason = which
         peer = self.workers.by_incarnation(incarnation)
         if peer is not None:
-            self._lose(peer, f"another worker found it gone: {reason}")
+            self._lose(peer, f"another worker found it gone: {reason.rpartition(' is gone: ')[2]}")
         else:  # in a dynamic group, it died before it could introduce itself here: never accept it
             self.workers.view.leave(incarnation, reason)
             self.steps.do(self._protocol.peer_lost, incarnation, reason)

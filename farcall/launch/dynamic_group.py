@@ -24,7 +24,7 @@ from farcall.launch.processes import WorkerProcess, WorkerProcesses
 from farcall.launch.rounds import Kind, Order
 from farcall.launch.signals import ASKING, ENDING
 from farcall.launch.spares import Spares
-from farcall.launch.terminal import name_ranks, say
+from farcall.launch.terminal import name_ranks, ranks_run, say
 from farcall.launch.watch import JobWatch
 from farcall.observe.format.jobs import job_id
 from rpc.rendezvous.init_method import open_store
@@ -82,7 +82,7 @@ class DynamicGroup:
                 return self._end
         store, place = opened.result()
         self._watch.begin(job_id(place, self._job.name, "" if self._job.rdzv else os.getpid()))
-        say(f"{name_ranks(self._ranks)} of a dynamic group run here; they meet at {place}")
+        say(f"{ranks_run(self._ranks, 'of a dynamic group')} here; they meet at {place}")
         try:
             self._workers.start({rank: self._environment(place, rank, 0) for rank in self._ranks})
             while self._workers.running:
@@ -115,7 +115,7 @@ class DynamicGroup:
             self._workers.send(number)
         elif self._end is None:
             running, grace = self._workers.running, f"in {self._job.grace:g} s at most"
-            still = f"; {name_ranks(running)} still run here and are ended, {grace}" if running else ""
+            still = f"; {ranks_run(running, 'still')} here, to be ended {grace}" if running else ""
             say(f"ended by {signal_name(number)}{still}")
             self._end = Order(Kind.END, status=128 + number)
             self._workers.end(number)

@@ -20,7 +20,7 @@ from typing import IO
 
 from farcall.launch.failures import Failure, signal_name
 from farcall.launch.output import Output
-from farcall.launch.terminal import name_ranks, say
+from farcall.launch.terminal import name_ranks, ranks_run, say
 from rpc.runtime.notices import Notices
 
 __all__ = ["Guard", "WorkerProcess", "WorkerProcesses"]
@@ -226,17 +226,14 @@ class WorkerProcesses:
         killed.
         """
         ended = [worker for worker in self._workers if worker.poll()]
-        if self._ended_by and self.running:
+        if self._ended_by and (running := self.running):
             left, signalled = self._kill_at - time.monotonic(), signal_name(self._ended_by)
             if left <= 0:
-                say(
-                    f"{name_ranks(self.running)} still ran {self._grace:g} s after {signalled} (--grace): "
-                    "killed"
-                )
+                say(f"{name_ranks(running)} still ran {self._grace:g} s after {signalled} (--grace): killed")
                 self.kill()
             elif self._notices.due():
                 say(
-                    f"{name_ranks(self.running)} still run {self._notices.waited} after {signalled}; killed "
+                    f"{ranks_run(running, 'still')} {self._notices.waited} after {signalled}; killed "
                     f"in {left:.0f} s"
                 )
         return ended

@@ -14,7 +14,7 @@ from farcall.launch.link import Link, Lost, Plan
 from farcall.launch.processes import WorkerProcess, WorkerProcesses
 from farcall.launch.rounds import Kind, Order, Report, State
 from farcall.launch.signals import ASKING, ENDING
-from farcall.launch.terminal import name_ranks, say
+from farcall.launch.terminal import ranks_run, say
 from farcall.launch.watch import JobWatch
 from rpc.runtime.notices import Notices
 from rpc.runtime.preemption import REQUEUE_STATUS
@@ -106,7 +106,7 @@ class StaticGroup:
         elif number not in ENDING:
             self._workers.send(number)
         elif self._end is None:
-            say(f"ended by {signal_name(number)}{self._ended_here(f', in {self._job.grace:g} s at most')}")
+            say(f"ended by {signal_name(number)}{self._ended_here(f' in {self._job.grace:g} s at most')}")
             self._leave(f"was ended by {signal_name(number)}", 128 + number)
             self._workers.end(number)
         elif number == signal.SIGINT:
@@ -115,7 +115,7 @@ class StaticGroup:
     def _ended_here(self, remark: str = "") -> str:
         """Return what happens to the workers that run, for the end of a line."""
         running = self._workers.running
-        return f"; {name_ranks(running)} still run here and are ended{remark}" if running else ""
+        return f"; {ranks_run(running, 'still')} here, to be ended{remark}" if running else ""
 
     def _leave(self, why: str, status: int) -> None:
         self._leaves, self._end = why, Order(Kind.END, status=status)
@@ -156,7 +156,7 @@ class StaticGroup:
         plan, me, job = self._plan, self._plan.me, self._job
         ranks = range(me.first_rank, me.first_rank + job.workers)
         again = f" (restart {number})" if number else ""
-        say(f"{name_ranks(ranks)} of {plan.world_size} run here; they meet at {plan.place}{again}")
+        say(f"{ranks_run(ranks, f'of {plan.world_size}')} here; they meet at {plan.place}{again}")
         self._round, self._is_to_stop, self._unstarted = number, False, []
         try:
             extra = self._watch.environment

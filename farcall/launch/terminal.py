@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from farcall.observe.format.legible import legible
 
-__all__ = ["name_ranks", "say"]
+__all__ = ["name_ranks", "ranks_run", "say"]
 
 
 def say(text: str) -> None:
@@ -26,3 +26,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
     if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks))}"
+
+
+def ranks_run(ranks: Sequence[int], remark: str) -> str:
+    """Return ``rank 0 REMARK runs`` or ``ranks 0 to 3 REMARK run``."""
+    return f"{name_ranks(ranks)} {remark} run{'s' if len(ranks) == 1 else ''}"

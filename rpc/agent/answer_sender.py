@@ -24,6 +24,7 @@ from rpc.errors import (
     NoMemoryError,
     NotInitializedError,
     RpcError,
+    RRefError,
     WorkerLostError,
 )
 from rpc.group.peer import Peer, PeerTable
@@ -153,8 +154,8 @@ class AnswerSender:
         request = self._requests.find(peer, call_id)
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
         # A function that continues after this worker has ended, for example by KeyboardInterrupt, cannot call
-        # others.
-        wanted |= isinstance(error, NotInitializedError) and not is_initialized()
+        # others, or use its references.
+        wanted |= isinstance(error, NotInitializedError | RRefError) and not is_initialized()
         # The loss of its caller has been logged already, and nobody can be answered.
         consequence = isinstance(error, GivenUpError) or (
             isinstance(error, WorkerLostError) and error.worker == peer.name

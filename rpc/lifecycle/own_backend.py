@@ -292,8 +292,8 @@ def _leave_at_exit() -> None:
         why = _why_the_process_ends()
         if why.startswith(CRASHED):
             _reach_all(agent)
-        agent.close(why)
         clear_current_agent(agent)
+        agent.close(why)
 
 
 def _reach_all(agent: Agent) -> None:

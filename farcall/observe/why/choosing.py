@@ -41,7 +41,8 @@ class Choice:
     def tell(self, say: Callable[[str], object]) -> None:
         """Say which other jobs live, if any do."""
         if self.others:
-            say(f"shown: job {self.job.id}; --job NAME shows another that runs: {', '.join(self.others)}")
+            runs = "another that runs" if len(self.others) == 1 else "others that run"
+            say(f"shown: job {self.job.id}; --job NAME shows {runs}: {', '.join(self.others)}")
 
 
 def choose_job(folder: Path, given: str | None) -> Choice:

@@ -100,7 +100,7 @@ def test_lines_are_seen_at_once_signals_are_passed_on_and_workers_get_the_time_t
     launcher.send(signal.SIGTERM)
     assert launcher.end() == 128 + signal.SIGTERM
     assert (
-        "farcall: ended by SIGTERM; ranks 0 to 1 still run here and are ended, in 30 s at most"
+        "farcall: ended by SIGTERM; ranks 0 to 1 still run here, to be ended in 30 s at most"
         in launcher.lines
     )
     assert {"[0] saved at SIGTERM", "[1] saved at SIGTERM"} <= {*launcher.lines}
@@ -128,6 +128,32 @@ def test_ctrl_c_shows_a_line_of_each_worker(launchers: Launchers) -> None:
     assert launcher.end() == 128 + signal.SIGINT
     said = {line for line in launcher.lines if line.startswith("[") and not line.endswith("ready")}
     assert said == {f"[{rank}] KeyboardInterrupt at program.py:2" for rank in (0, 1)}
+
+
+ASKS = """
+import os
+from farcall import rpc
+
+def ask(numbers):
+    print("ready")
+    while True:
+        numbers.rpc_sync().append(1)
+
+rank = os.environ["RANK"]
+rpc.init_rpc(f"worker{rank}")
+if rank == "0":
+    rpc.rpc_sync("worker1", ask, args=(rpc.RRef([]),), timeout=0)
+rpc.shutdown()
+"""
+
+
+def test_ctrl_c_says_nothing_of_calls_that_cannot_go_on(launchers: Launchers) -> None:
+    launcher = launchers(ASKS, "-n 2")
+    launcher.wait_for("ready")
+    launcher.send(signal.SIGINT)
+    assert launcher.end() == 128 + signal.SIGINT
+    said = {line for line in launcher.lines if line.startswith("[") and not line.endswith("ready")}
+    assert said <= {"[0] KeyboardInterrupt at program.py:13", "[1] KeyboardInterrupt at program.py:14"}
 
 
 @pytest.mark.nightly

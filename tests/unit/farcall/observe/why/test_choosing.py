@@ -61,7 +61,7 @@ def test_of_live_jobs_the_one_that_hangs_is_chosen_and_the_others_are_named(
     said: list[str] = []
     choice.tell(said.append)
     assert said == [
-        "shown: job hangs; --job NAME shows another that runs: moves-too (moves-too.py), moves (moves.py)"
+        "shown: job hangs; --job NAME shows others that run: moves-too (moves-too.py), moves (moves.py)"
     ]
 
 
