@@ -530,7 +530,7 @@ class World:
             if worker.alive and worker.core.view is None:
                 self.ask_for_entry(worker)
         goal = max(len(self.truth), 0) + 2
-        for _ in range(_SETTLING):
+        for turn in range(_SETTLING):
             members = [
                 each
                 for each in self.workers.values()
@@ -545,7 +545,7 @@ class World:
                 and len({each.core.view for each in members}) == 1
             ):
                 return
-            if not self.only_deaths and self.random.random() < 0.02:
+            if turn > _SETTLING // 2 and not self.only_deaths and self.random.random() < 0.02:
                 self.remove_lost(self.random.choice(members))
             self.turn()
         if not any(each.alive and each.waits for each in self.workers.values()):  # which puts them out
