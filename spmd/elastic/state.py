@@ -121,8 +121,8 @@ class State:
         self._random = [torch.get_rng_state(), random.getstate()]
         if _uses_cuda():
             self._random.append(torch.cuda.get_rng_state_all())
-        if "numpy" in sys.modules:
-            self._random.append(sys.modules["numpy"].random.get_state())
+        if "numpy.random" in sys.modules:  # which NumPy imports when it is first used
+            self._random.append(sys.modules["numpy.random"].get_state())
 
     def put_back(self) -> None:
         """Undo what an attempt has changed."""
@@ -148,7 +148,7 @@ class State:
         if _uses_cuda():
             torch.cuda.set_rng_state_all(next(states))
         if (state := next(states, None)) is not None:
-            sys.modules["numpy"].random.set_state(state)
+            sys.modules["numpy.random"].set_state(state)
 
     def buffers(self) -> list[torch.Tensor]:
         """Return this worker's parts of all modules' buffers, in an order that is the same on all members."""

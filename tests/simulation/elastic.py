@@ -526,11 +526,8 @@ class World:
             worker.core.leaving = worker.core.finishing = False
             if worker.stopped:
                 self.continue_(worker)
-        for worker in self.workers.values():
-            if worker.alive and worker.core.view is None:
-                self.ask_for_entry(worker)
         goal = max(len(self.truth), 0) + 2
-        for _ in range(_SETTLING):
+        for turn in range(_SETTLING):
             members = [
                 each
                 for each in self.workers.values()
@@ -545,10 +542,14 @@ class World:
                 and len({each.core.view for each in members}) == 1
             ):
                 return
-            if not self.only_deaths and self.random.random() < 0.02:
-                self.remove_lost(self.random.choice(members))
+            if turn > _SETTLING // 2 and not self.only_deaths and self.random.random() < 0.02:
+                one = self.random.choice(members)
+                self.remove_lost(one)
+                if one.core.view is None:
+                    self.ask_for_entry(one)
             self.turn()
-        if not any(each.alive and each.waits for each in self.workers.values()):  # which puts them out
+        waits = any(each.alive and each.waits for each in self.workers.values())  # which puts them out
+        if self.only_deaths or not waits:
             text = [
                 (w.number, w.core.step, w.core.frozen, w.core.hold, w.core.view, w.core.tried, w.lost)
                 for w in members
