@@ -16,10 +16,9 @@
   which each other host gets them. Pure.
 - ``memory``, ``segments``: shared memory, and that of a store.
 - ``node``: what an agent keeps, and how others ask it.
-- ``keeper``: the process that keeps a store; ``copies``: those that have a copy of it, ``replication`` and
-  ``successors``: the second copy.
-- ``handle``, ``transfer``: what readers and writers ask and copy; ``store``, ``lease``, ``following``: what
-  users see.
+- ``keeper``: the process that keeps a store; ``transfer``, ``handle``: what readers and writers copy and ask.
+- ``copies``: the processes that have a copy of a store; ``replication``, ``successors``: the second copy.
+- ``store``, ``lease``, ``following``: what users see.
 - ``listening``: stores for programs without a group.
 """
 

@@ -27,12 +27,16 @@ class _Blocks:
 
     def __init__(self) -> None:
         self.writer: dict[Box, int] = {}
-        self._bounds: list[np.ndarray[Any, Any]] = []  # one array of all of ``writer``
+        self._bounds: list[np.ndarray[Any, Any]] = []  # one array of those in ``writer`` but the added ones
+        self._added: list[Box] = []
 
     def overlaps(self, box: Box) -> Box | None:
         """Return a block that overlaps with another one; None if none does."""
         if not self.writer or not box.volume:
             return None
+        if self._added:
+            added = np.array(self._added, np.int64).reshape(len(self._added), 2, -1)
+            self._bounds, self._added = [np.concatenate([*self._bounds, added])], []
         (bounds,) = self._bounds
         begins, ends = bounds[:, 0], bounds[:, 0] + bounds[:, 1]
         begin, size = np.array(box.offset, np.int64), np.array(box.sizes, np.int64)
@@ -42,11 +46,11 @@ class _Blocks:
     def add(self, box: Box, part: int) -> None:
         if box not in self.writer:
             self.writer[box] = part
-            self._bounds = [np.concatenate([*self._bounds, np.array([box], np.int64).reshape(1, 2, -1)])]
+            self._added.append(box)
 
     def remove(self, part: int) -> None:
         left = {box: writer for box, writer in self.writer.items() if writer != part}
-        self.writer, self._bounds = {}, []
+        self.writer, self._bounds, self._added = {}, [], []
         for box, writer in left.items():
             self.add(box, writer)
 

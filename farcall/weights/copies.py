@@ -16,9 +16,11 @@ store itself once it has taken over.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,16 +28,19 @@ from torch import Tensor
 from farcall.weights import delta
 from farcall.weights.blocks import Box
 from farcall.weights.errors import WeightsError
+from farcall.weights.handle import Handle
 from farcall.weights.keeper import Keeper
-from farcall.weights.layout import Layout
-from farcall.weights.node import node_of
+from farcall.weights.node import ask, new_id, node_of
 from farcall.weights.pieces import batches, box_to_wire, wholes
 from farcall.weights.replication import Listing
+from farcall.weights.transfer import Held, check, in_window
 from farcall.weights.versions import Lease, Who
-from rpc.agent.agent import Agent
 from rpc.errors import RpcError
+from rpc.group.workers import Member
 
-__all__ = ["Arrival", "Copy", "Reading", "Source"]
+__all__ = ["Arrival", "Copy"]
+
+logger = logging.getLogger(__name__)
 
 
 class Arrival:
@@ -109,46 +114,11 @@ def _gave_up(error: Exception) -> WeightsError:
     return WeightsError(f"the copy of a host could not get a version: {error}")
 
 
-class Reading(Protocol):
-    """A version of the store, while the copy brings it."""
-
-    layout: Layout
-
-    def changes(self, have: int) -> Sequence[tuple[str, Tensor, Tensor]] | None:
-        """Return what has changed since another version, by tensor; None if the whole takes less."""
-
-    def fill(self, arrival: Arrival) -> None:
-        """Get the blocks of it."""
-
-
-class Source(Protocol):
-    """The store, as its copy uses it: a handle of this process.
-
-    Attributes:
-        home: the worker on which it was made.
-        at: the incarnation of the worker that keeps it.
-    """
-
-    home: str
-    at: int
-
-    def is_there(self) -> bool:
-        """Whether the store's worker has it still."""
-
-    def reading(self, serial: int, copy_id: int) -> contextlib.AbstractContextManager[Reading | None]:
-        """Have a lease of a version inside the block; None: the store has it no longer."""
-
-    def end_copy(self) -> None:
-        """Keep the copy no longer."""
-
-
 class Copy(Keeper):
     """The copy of a store that this process keeps. From any thread.
 
     Args:
-        name: of the store.
-        agent: by which others ask.
-        source: the store.
+        source: the store, as this process uses it.
         copy_id: see ``Node.can_keep``.
 
     Attributes:
@@ -157,8 +127,8 @@ class Copy(Keeper):
 
     asked: ClassVar[frozenset[str]] = Keeper.asked | {"bring", "relay", "block", "follow", "release_copy"}
 
-    def __init__(self, name: str, agent: Agent, source: Source, copy_id: int) -> None:
-        super().__init__(name, agent)
+    def __init__(self, source: Handle, copy_id: int) -> None:
+        super().__init__(source.name, source.agent)
         self.id = copy_id
         self.source_store = source
         self.ended = False
@@ -205,26 +175,27 @@ class Copy(Keeper):
     def _get(self, serial: int) -> bool:
         """Get a version unless it is here; returns whether the store has it still."""
         if serial not in self.versions():
-            with self.source_store.reading(serial, self.id) as version:
-                if version is None:
+            with self.source_store.reading(serial) as held:
+                if held is None:
                     return False
-                self._bring(serial, version)
+                self._bring(held)
         return True
 
-    def _bring(self, serial: int, version: Reading) -> None:
+    def _bring(self, held: Held) -> None:
         tensors = [
             [name, spec.dtype, list(spec.shape), [box_to_wire(Box.whole(spec.shape))]]
-            for name, spec in version.layout.specs.items()
+            for name, spec in held.layout.specs.items()
         ]
+        store, serial = self.source_store, held.serial
         have = next(reversed(self.versions()), None)
         own = list(self.own)
         self.begin(serial, [0, 1], tensors, own, True)
         new = self.tensors(serial)
         arrival = self._arrivals[serial] = Arrival(new)
         try:
-            changes = None if have is None else version.changes(have)
+            changes = None if have is None else store.ask("changes", store.who, held.ticket, have)
             if have is None or changes is None:
-                version.fill(arrival)
+                self._fill(arrival, held)
             else:
                 for name, old in self.tensors(have).items():
                     new[name].copy_(old)
@@ -237,6 +208,44 @@ class Copy(Keeper):
             raise
         arrival.finish()
         self._arrivals = {serial: arrival}
+
+    def _fill(self, arrival: Arrival, held: Held) -> None:
+        """Get the blocks of a version, from another host's copy or from the store."""
+        store, failed = self.source_store, list[int]()
+        while arrival.missing():
+            source = store.ask("source", held.serial, store.who, self.id, failed)
+            if source is None:
+                self._get_blocks(arrival, lambda index: store.read(held.ticket, arrival.blocks[index]))
+                return
+            member = store.admitted(source[0])
+            try:
+                with self._relaying(held.serial, member, source[1]) as block:
+                    self._get_blocks(arrival, block)
+            except RpcError as error:
+                failed.append(member.incarnation)
+                logger.info("another source of store '%s' is asked: %s", self.name, error)
+
+    def _get_blocks(self, arrival: Arrival, call: Callable[[int], Any]) -> None:
+        """Get the blocks that have not arrived; ``call`` asks for one, by its index."""
+        for index, data in in_window(call, iter(arrival.missing())):
+            check(self.name, arrival.blocks[index], data)
+            arrival.put(index, data)
+
+    @contextlib.contextmanager
+    def _relaying(self, serial: int, member: Member, copy_id: int) -> Iterator[Callable[[int], Any]]:
+        """Have another host's copy keep a version; the value asks it for blocks."""
+        who, ticket = [*self.own, None], new_id()  # this process uses no memory of the other host
+
+        def later(what: str, *args: Any) -> Any:
+            called = member.incarnation, copy_id, self.name, what, list(args)
+            return self.agent.call_async(member.name, ask, called, {}, 0.0)
+
+        try:
+            later("relay", serial, who, ticket).wait()
+            yield partial(later, "block", serial)
+        finally:
+            with contextlib.suppress(RpcError):  # it is gone, and the lease with it
+                later("release", who, ticket, False)
 
     def tensors(self, number: int) -> dict[str, Tensor]:
         """Return the whole tensors of a version that is here, or is being brought."""

@@ -15,19 +15,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from torch import Tensor
 
-from farcall.weights import successors
 from farcall.weights.blocks import Piece
-from farcall.weights.copies import Copy
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Layout, Spec
 from farcall.weights.memory import AVAILABLE, Access, Mapped, map_segment, open_segment
-from farcall.weights.node import ask, new_id, node_of
+from farcall.weights.node import Kept, ask, new_id, node_of
 from farcall.weights.pieces import batches, box_from_wire, box_to_wire, same_bits
-from farcall.weights.transfer import Batch, Held, Reading, blocks_of, check, in_window
+from farcall.weights.transfer import Batch, Held, blocks_of, check, in_window
 from rpc.agent.agent import Agent
 from rpc.errors import NoMemoryError, RpcError, RpcTimeoutError, WorkerLostError
 from rpc.group.workers import Member
@@ -35,7 +33,7 @@ from rpc.lifecycle.own_backend import admit
 from rpc.rendezvous.address import host_identity
 from rpc.runtime.blocking import this_thread
 
-__all__ = ["Handle", "Wanted"]
+__all__ = ["Handle", "Wanted", "called_at"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +75,25 @@ class Handle:
         on: the worker that keeps it, by name.
         home: the worker on which the store was made.
         answer: what the keeper has described.
+        copy_type: makes the copy that this process may have to keep, of the handle and the copy's id.
         admits: whether workers know each other only through the store.
 
     Attributes:
         at: the incarnation of the worker that keeps it.
+        who: this process, as the keeper knows it.
     """
 
-    def __init__(self, agent: Agent, name: str, on: str, home: str, answer: Any, *, admits: bool) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        name: str,
+        on: str,
+        home: str,
+        answer: Any,
+        copy_type: Callable[[Handle, int], Kept],
+        *,
+        admits: bool,
+    ) -> None:
         self.agent = agent
         self.name = name
         self.on = on
@@ -94,7 +104,8 @@ class Handle:
         """The keeper's process, whose memory this one can map."""
         self._has_mapped = False
         self._admits = admits
-        self._who = [agent.info.name, agent.incarnation, None if self._process is None else os.getpid()]
+        self._copy_type = copy_type
+        self.who = [agent.info.name, agent.incarnation, None if self._process is None else os.getpid()]
         self._node = node_of(agent)
         self._maps: dict[tuple[int, Access], Mapped] = {}
         self._copy: Handle | None = None
@@ -103,34 +114,13 @@ class Handle:
         """Why the version that was put last has one copy, and not two."""
         self._lock = threading.RLock()  # a finalizer that runs while it is held may use the store
 
-    @classmethod
-    def open(
-        cls,
-        agent: Agent,
-        name: str,
-        on: str,
-        keep: int | None = None,
-        copies: int = 1,
-        home: str | None = None,
-        *,
-        admits: bool = False,
-    ) -> Self:
-        """Open a store; see ``Store``. ``home``: the worker that ``on`` has taken it over from, if it has."""
-        home = on if home is None else home
-        while True:
-            called = agent.group.peers.find(on).incarnation, home, name, keep, copies
-            answer = _called(agent, on, name, successors.opened, called)
-            if not isinstance(answer, str):
-                break
-            on = answer  # this worker has taken it over
-        handle = cls(agent, name, on, home, answer, admits=admits)
-        if handle.copies > 1 and on != agent.info.name:
-            handle.ask("offer", handle._who, host_identity(), handle._own_copy())
-        return handle
+    def offer(self) -> None:
+        """Let the store choose this process to keep its second copy."""
+        self.ask("offer", self.who, host_identity(), self._own_copy())
 
     def _own_copy(self) -> int:
         """Let the store choose this process to keep a copy; returns its id."""
-        return self._node.can_keep(self.id, partial(Copy, self.name, self.agent, self))
+        return self._node.can_keep(self.id, partial(self._copy_type, self))
 
     def is_there(self) -> bool:
         """Whether the worker has this very store still."""
@@ -165,10 +155,10 @@ class Handle:
                 whole = True
             else:
                 self._write(number, part[0], pieces, answer, put)
-                whole = bool(self.ask("written", number, part[0], self._who, metadata, put))
+                whole = bool(self.ask("written", number, part[0], self.who, metadata, put))
         except BaseException:
             with contextlib.suppress(RpcError):  # the worker is gone, and the version with it
-                self.ask("failed", number, part[0], self._who, put)
+                self.ask("failed", number, part[0], self.who, put)
             raise
         if whole and self.copies > 1:
             self._wait_for_copy(number)
@@ -190,7 +180,7 @@ class Handle:
         deadline = monotonic() + _OTHERS_SECONDS
         while True:
             left = deadline - monotonic()
-            answer = self.ask("begin", number, part, tensors, self._who, left <= 0, put)
+            answer = self.ask("begin", number, part, tensors, self.who, left <= 0, put)
             if not isinstance(answer, int):
                 return answer
             self._wait_for_change(answer, left)
@@ -215,7 +205,7 @@ class Handle:
         def call(batch: Batch) -> Any:
             blocks = [[name, box_to_wire(box)] for name, box, _ in batch]
             data = [local.cpu().contiguous() for *_, local in batch]
-            return self.ask_later("write", number, part, self._who, blocks, data, put)
+            return self.ask_later("write", number, part, self.who, blocks, data, put)
 
         for _ in in_window(call, batches(pieces)):
             pass
@@ -253,7 +243,7 @@ class Handle:
     def _wait(self, wanted: Wanted, ticket: int, reads: bool) -> list[Any]:
         version, newer_than = wanted.version, wanted.newer_than
         while True:
-            answer: list[Any] = self.ask("open", version, newer_than, self._who, ticket, wanted.serial, reads)
+            answer: list[Any] = self.ask("open", version, newer_than, self.who, ticket, wanted.serial, reads)
             if answer[0] is not None:
                 return answer
             left = wanted.deadline - monotonic()
@@ -271,14 +261,14 @@ class Handle:
 
         def end() -> None:
             with contextlib.suppress(RpcError):
-                self.ask_later("give_up", self._who, ticket)
+                self.ask_later("give_up", self.who, ticket)
 
         with contextlib.ExitStack() as stack:
             if not this_thread.runs_callees:  # a graceful shutdown goes on with what others have called here
                 stack.enter_context(self._node.waiting(self.name, end))
             try:
                 timeout = max(min(seconds, _WAIT_SECONDS), 0.001)
-                self.ask("wait", state, self._who, ticket, timeout=timeout)
+                self.ask("wait", state, self.who, ticket, timeout=timeout)
             except BaseException as error:  # the keeper's answer would still be under way
                 end()
                 if not isinstance(error, RpcTimeoutError):
@@ -286,7 +276,7 @@ class Handle:
 
     def _release(self, ticket: int, used: Callable[[], bool] = lambda: False) -> None:
         with contextlib.suppress(RpcError):  # the worker is gone, and the lease with it
-            self.ask("release", self._who, ticket, used())
+            self.ask("release", self.who, ticket, used())
 
     def contents(
         self, held: Held, pieces: Mapping[str, Sequence[Piece]], stack: contextlib.ExitStack
@@ -308,7 +298,7 @@ class Handle:
 
     def read(self, ticket: int, batch: Batch) -> Any:
         """Ask for blocks of a leased version; returns a future."""
-        return self.ask_later("read", self._who, ticket, [[name, box_to_wire(box)] for name, box, _ in batch])
+        return self.ask_later("read", self.who, ticket, [[name, box_to_wire(box)] for name, box, _ in batch])
 
     # ---- memory of this host
 
@@ -334,7 +324,7 @@ class Handle:
                     return None
                 ticket = new_id()
                 stack.callback(copy._release, ticket, used)
-                brought = Held.of(ticket, copy.ask("bring", held.serial, self._who, ticket))
+                brought = Held.of(ticket, copy.ask("bring", held.serial, self.who, ticket))
             except WorkerLostError as error:
                 if error.worker in ("", self.on):
                     raise
@@ -353,14 +343,15 @@ class Handle:
     def _host_copy(self) -> Handle | None:
         """Return a handle of this host's copy, which this process may have to keep."""
         if self._copy is None:
-            found = self.ask("copy_at", host_identity(), self._who, self._own_copy(), self._copy_failed)
+            found = self.ask("copy_at", host_identity(), self.who, self._own_copy(), self._copy_failed)
             if found is None:
                 return None
             member = self.admitted(found[0])
             self._copy_failed = member.incarnation  # if this raises, and the next time
             called = member.incarnation, found[1], self.name, "describe", [None]
-            answer = _called(self.agent, member.name, self.name, ask, called)
-            self._copy = Handle(self.agent, self.name, member.name, self.home, answer, admits=self._admits)
+            answer = called_at(self.agent, member.name, self.name, ask, called)
+            of_store = self.name, member.name, self.home
+            self._copy = Handle(self.agent, *of_store, answer, self._copy_type, admits=self._admits)
         return self._copy
 
     def admitted(self, wire: Any) -> Member:
@@ -371,12 +362,12 @@ class Handle:
         return member
 
     @contextlib.contextmanager
-    def reading(self, serial: int, copy_id: int) -> Iterator[Reading | None]:
-        """See ``copies.Source``."""
+    def reading(self, serial: int) -> Iterator[Held | None]:
+        """Have a lease of a version inside the block, for a copy; None: the store has it no longer."""
         ticket = new_id()
         try:
-            answer = self.ask("open_serial", serial, self._who, ticket)
-            yield None if answer is None else Reading(self, Held.of(ticket, answer), copy_id)
+            answer = self.ask("open_serial", serial, self.who, ticket)
+            yield None if answer is None else Held.of(ticket, answer)
         finally:
             self._release(ticket)
 
@@ -433,7 +424,7 @@ class Handle:
     def ask(self, what: str, *args: Any, timeout: float = 0.0) -> Any:
         """Call a method of the keeper."""
         called = self.at, self.id, self.name, what, list(args)
-        return _called(self.agent, self.on, self.name, ask, called, timeout)
+        return called_at(self.agent, self.on, self.name, ask, called, timeout)
 
     def ask_later(self, what: str, *args: Any) -> Any:
         """Like ``ask``, but return a future."""
@@ -441,7 +432,7 @@ class Handle:
         return self.agent.call_async(self.on, ask, called, {}, 0.0)
 
 
-def _called(
+def called_at(
     agent: Agent,
     on: str,
     name: str,

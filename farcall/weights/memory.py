@@ -20,11 +20,11 @@ from torch import Tensor
 
 from rpc.bulk.shared_memory.memory import AVAILABLE, Access, Mapping, check, create
 from rpc.errors import NoMemoryError
+from rpc.runtime.control_groups import GROUPS, MEMBERSHIP, control_groups
 
 __all__ = ["AVAILABLE", "Access", "Mapped", "Segment", "identity_of", "map_segment", "open_segment"]
 
 _MEMINFO: Final = Path("/proc/meminfo")
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 class Segment:
@@ -67,22 +67,26 @@ class Segment:
             os.close(descriptor)
 
 
-def available_bytes() -> int | None:
-    """Return how much memory this process can still use without swapping; None if the system does not say."""
+def available_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int | None:
+    """Return how much memory this process can still use without swapping, by the host and by its control
+    groups; None if the system does not say. For the arguments, see ``control_groups``.
+    """
     found = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) << 10)
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((_CGROUP / "memory.max").read_text())
-        found.append(limit - int((_CGROUP / "memory.current").read_text()) + _reclaimable())
+    for group, version in control_groups("memory", groups, membership):
+        with contextlib.suppress(OSError, ValueError):  # no such group, or no limit
+            found.append(_left(group, version))
     return min(found, default=None)
 
 
-def _reclaimable() -> int:
-    """Return the size of this group's page cache, which its limit counts."""
-    lines = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    return int(lines.get("inactive_file", 0)) + int(lines.get("active_file", 0))
+def _left(group: Path, version: int) -> int:
+    """Return how much memory a control group can still use; its page cache can be taken."""
+    limit, used = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+    counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    cache = sum(int(counts.get(f"{'total_' * (version == 1)}{kind}active_file", 0)) for kind in ("", "in"))
+    return int((group / f"memory.{limit}").read_text()) - int((group / f"memory.{used}").read_text()) + cache
 
 
 class Mapped(NamedTuple):

@@ -85,7 +85,7 @@ class Store:
     def of_agent(cls, name: str, on: str, agent: Agent) -> Store:
         """Open a store by an agent of its own, which ``close`` ends."""
         store = cls.__new__(cls)
-        store._begin(Handle.open(agent, name, on, admits=True))
+        store._begin(successors.open_store(agent, name, on, admits=True))
         store._owned = agent
         atexit.register(store.close)
         return store
@@ -397,7 +397,8 @@ class Store:
                 successor = successors.find(gone.agent, gone.home, gone.name)
                 if successor is None:
                     return False
-                self._handle = Handle.open(gone.agent, self.name, successor, None, gone.copies, gone.home)
+                where = gone.agent, self.name, successor
+                self._handle = successors.open_store(*where, copies=gone.copies, home=gone.home)
                 gone.close()
                 gone.end_copy()
                 text = "store '%s' goes on on worker '%s', as worker '%s' is lost"
@@ -423,13 +424,13 @@ def _on_thread(call: Callable[[], T]) -> Future[T]:
 def _opened(agent: Agent, name: str, on: WorkerReference, keep: int | None, copies: int) -> Handle:
     """Open a store of the group."""
     try:
-        return Handle.open(agent, name, get_worker_info(on).name, keep, copies)
+        return successors.open_store(agent, name, get_worker_info(on).name, keep, copies)
     except (UnknownWorkerError, WorkerLostError):
         home = on if isinstance(on, str) else getattr(on, "name", None)
         successor = successors.find(agent, home, name) if home and copies > 1 else None
         if home is None or successor is None:
             raise
-        return Handle.open(agent, name, successor, keep, copies, home)
+        return successors.open_store(agent, name, successor, keep, copies, home)
 
 
 def _asked(version: Any) -> int | str | None:

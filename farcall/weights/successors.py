@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from farcall.weights.copies import Copy
 from farcall.weights.errors import WeightsError
+from farcall.weights.handle import Handle, called_at
 from farcall.weights.keeper import Keeper
 from farcall.weights.node import Node, node_at, node_of
 from rpc.agent.agent import Agent
@@ -22,7 +23,7 @@ from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from rpc.serialization.settings import allow_function
 
-__all__ = ["find", "opened"]
+__all__ = ["find", "open_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -143,3 +144,29 @@ def opened(incarnation: int, home: str, name: str, keep: int | None, copies: int
         store = node.store(home, name, lambda: Keeper(name, agent))
     found: list[Any] = store.describe(keep, copies)
     return found
+
+
+def open_store(
+    agent: Agent,
+    name: str,
+    on: str,
+    keep: int | None = None,
+    copies: int = 1,
+    home: str | None = None,
+    *,
+    admits: bool = False,
+) -> Handle:
+    """Return a handle of a store; see ``Store``. ``home``: the worker that ``on`` has taken it over from, if
+    it has.
+    """
+    home = on if home is None else home
+    while True:
+        called = agent.group.peers.find(on).incarnation, home, name, keep, copies
+        answer = called_at(agent, on, name, opened, called)
+        if not isinstance(answer, str):
+            break
+        on = answer  # this worker has taken it over
+    handle = Handle(agent, name, on, home, answer, Copy, admits=admits)
+    if handle.copies > 1 and on != agent.info.name:
+        handle.offer()
+    return handle

@@ -2,8 +2,8 @@
 
 A container often may use less than the cores that it sees: a *quota* limits its computing time in each period
 of 0.1 s. When it is used up, all threads of the process are stopped until the period is over, so a thread
-that spins beside one that computes costs that one far more than it may save. Quotas belong to control groups
-(``cgroups`` of Linux, version 1 or 2), and apply to all groups below.
+that spins beside one that computes costs that one far more than it may save. Quotas belong to control groups,
+and apply to all groups below.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-from typing import Final
+from pathlib import Path
 
-_GROUPS: Final = Path("/sys/fs/cgroup")
-_MEMBERSHIP: Final = Path("/proc/self/cgroup")
+from rpc.runtime.control_groups import GROUPS, MEMBERSHIP, control_groups
 
 
-def usable_cores(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> int:
+def usable_cores(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
     """Return the number of cores that this process may run on, or fewer if its control groups have lower
     quotas.
 
@@ -36,20 +34,9 @@ def usable_cores(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> int:
 
 def _quotas(groups: Path, membership: Path) -> Iterator[float]:
     """Yield the quota of each of the process's groups, in cores."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:  # another system, or nothing is mounted there
-        return
-    for line in lines:
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        # In a container, the path may be the one seen from outside; then the root is the container's own
-        # group.
-        group = PurePosixPath(path.lstrip("/"))
-        for each in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no such group, or no quota
-                yield _quota(groups / controllers / each, version=1 if controllers else 2)
+    for group, version in control_groups("cpu", groups, membership):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no such group, or no quota
+            yield _quota(group, version)
 
 
 def _quota(group: Path, version: int) -> float:

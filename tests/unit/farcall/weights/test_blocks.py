@@ -62,7 +62,7 @@ def test_a_block_is_inside_its_tensor() -> None:
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
 def test_values_that_are_no_dense_tensors_are_refused_by_name() -> None:
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    two_bits = torch.zeros(4, dtype=torch.uint8).view(torch.uint2)
+    two_bits = torch.zeros(4, dtype=torch.uint8).view(torch.uint2)  # type: ignore[attr-defined]  # mypy does not know it
     for value in (3, None, torch.zeros(2, device="meta"), torch.zeros(2, 2).to_sparse(), ragged, two_bits):
         with pytest.raises(WeightsError, match="'step'"):
             pieces_of("step", value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,3 +53,30 @@ def test_another_file_is_not_taken_for_a_segment(segment: Segment) -> None:
         open_segment(os.getpid(), number, identity, 65)
     with pytest.raises(FileNotFoundError):
         open_segment(1 << 30, number, identity, 64)
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files"),
+    [
+        ("0::/job/step", "job", {"max": 900, "current": 700, "stat": "active_file 30\ninactive_file 20\n"}),
+        (
+            "4:memory:/job/step",
+            "memory/job",
+            {
+                "limit_in_bytes": 900,
+                "usage_in_bytes": 700,
+                "stat": "active_file 1\ntotal_active_file 30\ntotal_inactive_file 20\n",
+            },
+        ),
+    ],
+)
+def test_the_limits_of_all_control_groups_count(
+    tmp_path: Path, line: str, folder: str, files: dict[str, Any]
+) -> None:
+    """The process is in a group below the one with the limit, as in a job of Slurm; it may use the cache."""
+    (tmp_path / folder / "step").mkdir(parents=True)
+    for name, content in files.items():
+        (tmp_path / folder / f"memory.{name}").write_text(str(content))
+    membership = tmp_path / "membership"
+    membership.write_text(f"{line}\n")
+    assert memory.available_bytes(tmp_path, membership) == 250

@@ -16,11 +16,14 @@ import torch
 
 import rpc
 from farcall.weights import WeightsError, replication, successors
-from farcall.weights.copies import Arrival, Copy, Source
+from farcall.weights.copies import Copy
+from farcall.weights.handle import Handle
 from farcall.weights.keeper import Keeper
 from farcall.weights.layout import Layout, Spec
 from farcall.weights.memory import AVAILABLE
+from farcall.weights.node import done
 from farcall.weights.replication import Listing, SecondCopy
+from farcall.weights.transfer import Batch, Held
 from farcall.weights.versions import Who
 from rpc.agent.agent import Agent
 from rpc.errors import NoMemoryError, WorkerLostError
@@ -214,25 +217,31 @@ class Lost:
 
     home = "worker0"
     at = 77
+    name = "policy"
+    who = ("worker1", 1)
 
-    def __init__(self, *gone: int) -> None:
+    def __init__(self, agent: Agent, *gone: int) -> None:
+        self.agent = agent
         self.gone = gone
         self.end_copy: Any = None
         self.layout = Layout()
         self.layout.add({"w": Spec("float32", (2,))})
 
     @contextlib.contextmanager
-    def reading(self, serial: int, copy_id: int) -> Iterator[Any]:
+    def reading(self, serial: int) -> Iterator[Any]:
         if serial == 2:
             raise WorkerLostError("the store's worker is gone")
-        yield None if serial in self.gone else self
+        yield None if serial in self.gone else Held(0, 10 * serial, self.layout, [], [], serial)
 
-    def changes(self, have: int) -> None:
-        return None
+    def ask(self, what: str, *_: Any) -> None:
+        assert what in ("changes", "source"), "there is no other version, and no other copy"
 
-    def fill(self, arrival: Arrival) -> None:
-        for index, batch in enumerate(arrival.blocks):
-            arrival.put(index, [torch.ones_like(local) for *_, local in batch])
+    def read(self, ticket: int, batch: Batch) -> Any:
+        return done([torch.ones_like(local) for *_, local in batch])
+
+
+def copy_of(own: Agent, *gone: int) -> Copy:
+    return Copy(cast("Handle", Lost(own, *gone)), 5)
 
 
 @pytest.fixture
@@ -247,7 +256,7 @@ def own(tmp_path: Any) -> Iterator[Agent]:
 
 
 def test_earlier_versions_count_until_the_later_ones_are_here(own: Agent) -> None:
-    copy = Copy("policy", own, cast("Source", Lost()), 5)
+    copy = copy_of(own)
     copy.follow(*listing(1)._replace(tags={"best": 10}))
     with pytest.raises(WorkerLostError):
         copy.follow(*listing(2))
@@ -266,7 +275,7 @@ def test_earlier_versions_count_until_the_later_ones_are_here(own: Agent) -> Non
 
 
 def test_versions_that_are_gone_are_passed_over(own: Agent) -> None:
-    copy = Copy("policy", own, cast("Source", Lost(3, 5)), 5)
+    copy = copy_of(own, 3, 5)
     assert copy.follow(*listing(3, 4, 5, keep=3)) == 4
     assert copy.versions() == [4]
     with pytest.raises(WeightsError, match="store 'policy' has that version no longer"):
@@ -276,7 +285,7 @@ def test_versions_that_are_gone_are_passed_over(own: Agent) -> None:
 
 def test_versions_that_readers_have_brought_do_not_make_a_copy_newer(own: Agent) -> None:
     """The store has told it of version 1 only; the listing of the later ones has failed, or is under way."""
-    copy = Copy("policy", own, cast("Source", Lost()), 5)
+    copy = copy_of(own)
     copy.follow(*listing(1))
     copy.bring(4, ["reader", 1], 1)
     assert copy.newest == 1
@@ -293,7 +302,7 @@ def test_versions_that_were_removed_before_are_known_to_the_one_that_takes_over(
         store.begin(number, [0, 1], [["w", "float32", [2], [[[0], [2]]]]], ["writer", 1], insist=False)
         store.written(number, 0, ["writer", 1])
     told = store._listing()
-    copy = Copy("policy", own, cast("Source", Lost()), 5)
+    copy = copy_of(own)
     with pytest.raises(WorkerLostError):
         copy.follow(*told)  # serial 2
     copy.take_over()
@@ -312,7 +321,7 @@ def mapped() -> int:
 @pytest.mark.skipif(not AVAILABLE, reason="processes cannot share memory here")
 def test_a_copy_that_has_ended_uses_no_memory(own: Agent) -> None:
     before = mapped()
-    copy = Copy("policy", own, cast("Source", Lost()), 5)
+    copy = copy_of(own)
     copy.follow(*listing(1))
     assert mapped() > before
     copy.release_copy()
@@ -330,8 +339,8 @@ def test_a_copy_that_has_ended_uses_no_memory(own: Agent) -> None:
 
 @pytest.mark.parametrize("is_second", [False, True])
 def test_a_host_copy_ends_if_the_worker_of_its_store_is_lost(own: Agent, *, is_second: bool) -> None:
-    source = Lost()
-    copy = Copy("policy", own, cast("Source", source), 5)
+    copy = copy_of(own)
+    source: Any = copy.source_store
     ended: list[int] = []
     source.end_copy = lambda: ended.append(1)
     copy.bring(1, ["reader", 1], 1)
@@ -358,7 +367,7 @@ def test_a_loss_does_not_wait_for_the_lock(own: Agent) -> None:
 
 
 def test_a_copy_that_is_not_needed_has_no_memory(own: Agent) -> None:
-    copy = Copy("policy", own, cast("Source", Lost()), 5)
+    copy = copy_of(own)
     copy.follow(*listing(1))
     copy.bring(1, ["reader", 1], 1)
     copy.release_copy()
