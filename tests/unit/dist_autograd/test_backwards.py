@@ -57,7 +57,7 @@ class Participating:
             on=lambda kind, handler, any_thread=False: self._on(kind, handler), sender=None
         )
         calls = SimpleNamespace(requests=requests, answers=answers, caller=None, table=None)
-        parts: Any = (calls, None, messages, hooks, activity, None, executor, contexts, Models())
+        parts: Any = (calls, None, messages, hooks, activity, None, executor, contexts, Models(), None)
         self.backwards = Backwards(*parts)
 
     def _opened(self, change: int) -> None:
