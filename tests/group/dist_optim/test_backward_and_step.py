@@ -117,6 +117,26 @@ def test_it_sends_no_message_beside_those_of_the_backward() -> None:
     assert together["worker1"] == backward["worker1"] == 1
 
 
+def loss_there(modules: list[RemoteModule], inputs: Tensor) -> Tensor:
+    """The loss of a ``Spread``, computed by calls that this worker makes."""
+    outputs = inputs
+    for module in modules:
+        outputs = module(outputs).tanh()
+    return outputs.square().sum()
+
+
+@in_standing_group(world_size=3)
+def test_owners_step_whom_another_worker_has_called() -> None:
+    model, inputs = Spread(*PLACES), batches(2)
+    optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.05)
+    for batch in inputs:
+        with dist_autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", loss_there, args=(model.remote, batch))
+            optimizer.backward_and_step(context_id, [loss + 0])
+    model.train_local(optim.SGD(model.local.parameters(), lr=0.05), inputs)
+    model.check_same()
+
+
 class WaitsInBackward(nn.Linear):
     """Its backward waits at the gate."""
 

@@ -13,7 +13,7 @@ from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models
 from dist_autograd.worker_pass import WorkerPass
-from rpc.errors import AutogradError
+from rpc.errors import AutogradError, ProtocolError
 from rpc.group.peer import Peer
 from rpc.wire.frames import Frame
 
@@ -29,6 +29,7 @@ class Participating:
         on_find: called when the context is looked up.
         open: number of postponed activities.
         failures: what is answered.
+        steps: the steps performed: the optimizer's id, and that of the context.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class Participating:
         self.on_find: Callable[[], object] = lambda: None
         self.open = 0
         self.failures: list[BaseException] = []
+        self.steps: list[tuple[Any, int]] = []
         self._handlers: dict[int, Callable[[Peer, Frame], Any]] = {}
         hooks = SimpleNamespace(gone=[], awaited=[], closed=[])
         postponed = SimpleNamespace(begin=lambda: self._opened(1))
@@ -57,8 +59,8 @@ class Participating:
             on=lambda kind, handler, any_thread=False: self._on(kind, handler), sender=None
         )
         calls = SimpleNamespace(requests=requests, answers=answers, caller=None, table=None)
-        parts: Any = (calls, None, messages, hooks, activity, None, executor, contexts, Models(), None)
-        self.backwards = Backwards(*parts)
+        parts: Any = (calls, None, messages, hooks, activity, None, executor, contexts, Models())
+        self.backwards = Backwards(*parts, lambda *step: self.steps.append(step))
 
     def _opened(self, change: int) -> None:
         self.open += change
@@ -135,3 +137,28 @@ def test_many_failures_are_not_remembered_for_ever() -> None:
     for number in range(5000):
         worker.receive(ABORT, {"abort": [number, ""]})
     assert len(worker.backwards._failed) == 4096
+
+
+def test_a_part_ends_with_the_step_that_its_start_asks_for() -> None:
+    worker = Participating()
+    worker.receive(MARK, asked())
+    assert not worker.steps
+    worker.receive(WHOLE_PART, asked() | {"object": [ROOT, 3]})
+    assert worker.steps == [((ROOT, 3), CONTEXT)]
+    assert not worker.failures
+
+
+def test_no_step_is_performed_for_a_pass_that_has_failed() -> None:
+    worker = Participating()
+    worker.receive(MARK, asked())
+    worker.receive(ABORT, {"abort": [NUMBER, "no gradient today"]})
+    worker.receive(WHOLE_PART, asked() | {"object": [ROOT, 3]})
+    assert len(worker.failures) == 1
+    assert not worker.steps
+
+
+def test_a_start_with_a_malformed_id_of_an_optimizer_is_a_violation() -> None:
+    worker = Participating()
+    with pytest.raises(ProtocolError):
+        worker.receive(WHOLE_PART, asked() | {"object": [ROOT]})
+    assert not worker.steps
