@@ -39,7 +39,7 @@ class Participating:
         self.on_find: Callable[[], object] = lambda: None
         self.open = 0
         self.failures: list[BaseException] = []
-        self.steps: list[tuple[Any, int]] = []
+        self.steps: list[tuple[Any, ...]] = []
         self._handlers: dict[int, Callable[[Peer, Frame], Any]] = {}
         hooks = SimpleNamespace(gone=[], awaited=[], closed=[])
         postponed = SimpleNamespace(begin=lambda: self._opened(1))
@@ -59,8 +59,12 @@ class Participating:
             on=lambda kind, handler, any_thread=False: self._on(kind, handler), sender=None
         )
         calls = SimpleNamespace(requests=requests, answers=answers, caller=None, table=None)
-        parts: Any = (calls, None, messages, hooks, activity, None, executor, contexts, Models())
-        self.backwards = Backwards(*parts, lambda *step: self.steps.append(step))
+        models, step = Models(), self._performed
+        parts: Any = (calls, None, messages, hooks, activity, None, executor, contexts, models, step)
+        self.backwards = Backwards(*parts)
+
+    def _performed(self, *step: Any) -> None:
+        self.steps.append(step)
 
     def _opened(self, change: int) -> None:
         self.open += change
