@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,8 +63,14 @@ def _one_operation(rpc: Any) -> float:
     return 1e6 * seconds_per_call(step)
 
 
-def _steps(rpc: Any, stages: list[Any], forward: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """Milliseconds of a training step: forward, backward and the optimizer."""
+def _steps(
+    rpc: Any, stages: list[Any], forward: Callable[[torch.Tensor], torch.Tensor], *, together: bool
+) -> float:
+    """Milliseconds of a training step: forward, backward and the optimizer.
+
+    Args:
+        together: whether backward and step are asked for by one call, where there is one.
+    """
     autograd, optim = _companions(rpc)
     parameters = [
         parameter
@@ -73,21 +80,25 @@ def _steps(rpc: Any, stages: list[Any], forward: Callable[[torch.Tensor], torch.
     optimizer = optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=0.01)
     x, target = torch.rand(_BATCH, _WIDTH), torch.rand(_BATCH, _WIDTH)
 
+    def two_calls(context: int, roots: list[torch.Tensor]) -> None:
+        autograd.backward(context, roots)
+        optimizer.step(context)
+
+    update = getattr(optimizer, "backward_and_step", two_calls) if together else two_calls
+
     def step() -> None:
         with autograd.context() as context:
-            loss = nn.functional.mse_loss(forward(x), target)
-            autograd.backward(context, [loss])
-            optimizer.step(context)
+            update(context, [nn.functional.mse_loss(forward(x), target)])
 
     return 1e3 * seconds_per_call(step)
 
 
-def _parameter_server(rpc: Any) -> float:
+def _parameter_server(rpc: Any, *, together: bool = False) -> float:
     model = rpc.remote(CALLEE, _Layers, args=(4,))
-    return _steps(rpc, [model], lambda x: model.rpc_sync().forward(x))
+    return _steps(rpc, [model], lambda x: model.rpc_sync().forward(x), together=together)
 
 
-def _pipeline(rpc: Any) -> float:
+def _pipeline(rpc: Any, *, together: bool = False) -> float:
     first, second = rpc.remote("worker1", _Layers, args=(2,)), rpc.remote("worker2", _Layers, args=(2,))
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +106,7 @@ def _pipeline(rpc: Any) -> float:
         handed_on = [second.rpc_async().forward(future.wait()) for future in begun]
         return torch.cat([future.wait() for future in handed_on])
 
-    return _steps(rpc, [first, second], forward)
+    return _steps(rpc, [first, second], forward, together=together)
 
 
 def _optimizer(rpc: Any) -> float:
@@ -144,6 +155,21 @@ def workloads() -> Iterator[Workload]:
         "ms",
         _parameter_server,
         Bar(0.7),
+        part="training",
+    )
+    yield Workload(
+        "pipeline-together",
+        "that pipeline's, backward_and_step",
+        "ms",
+        partial(_pipeline, together=True),
+        workers=3,
+        part="training",
+    )
+    yield Workload(
+        "server-together",
+        "that server's, backward_and_step",
+        "ms",
+        partial(_parameter_server, together=True),
         part="training",
     )
     yield Workload(

@@ -36,6 +36,8 @@ from rpc.serialization.failures import text_of
 from rpc.serialization.payload import Payload
 from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame, Kind
+from rref.protocol.messages import RRefId
+from rref.requests import object_id
 
 __all__ = [
     "ABORT",
@@ -74,13 +76,16 @@ class PartRequest(NamedTuple):
     """Marks of this worker's messages, each a message's number and a tensor's index."""
     message: int | None
     """For a whole part: the message whose gradients it carries."""
+    optimizer: RRefId | None
+    """The object whose ``step`` is called at the end of the part, with the context's id."""
 
 
 def read_request(frame: Frame) -> PartRequest:
     """Read the content of a mark or a part."""
     match frame.header.get("backward"):
         case [int(number), int(context_id), bool(retain_graph), list(marks), None | int() as message]:
-            return PartRequest(number, context_id, retain_graph, marks, message)
+            optimizer = object_id(frame.header)
+            return PartRequest(number, context_id, retain_graph, marks, message, optimizer)
         case other:
             raise ProtocolError(f"a part of a backward that cannot be: {str(other)[:80]}")
 
@@ -108,7 +113,7 @@ class RemotePart(PendingCall):
 
     Attributes:
         when_settled: called when it has ended, on any thread but the one that waits for it.
-        whole: whether all its gradients are sent with its start, so that it waits for no worker.
+        whole: whether all its gradients are sent with its start, and those for the root with its answer.
     """
 
     when_settled: Callable[[RemotePart], None] | None = None
@@ -161,20 +166,24 @@ class SentMessages:
         retain_graph: bool,
         marks: Iterable[Mark],
         whole: tuple[Origin, Sequence[Tensor | None]] | None = None,
+        optimizer: RRefId | None = None,
     ) -> None:
         """Have a worker run its part.
 
         Args:
             marks: marks that it was not asked about before.
             whole: for a whole part, the gradients, and their origin.
+            optimizer: an object of that worker, whose ``step`` ends its part.
         """
         kind, payload, message = PART, Payload({}, []), None
         try:
             if whole is not None:
                 origin, gradients = whole
-                kind, message, part.whole = WHOLE_PART, origin.message, True
+                kind, message, part.whole = WHOLE_PART, origin.message, optimizer is None
                 payload = self.dump(gradients, origin)
             payload.header["backward"] = _request(key, context, retain_graph, marks, message)
+            if optimizer is not None:
+                payload.header["object"] = list(optimizer)
             self._caller.transmit(part, kind, payload)
         except BaseException:
             self._table.drop(part)

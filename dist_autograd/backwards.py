@@ -8,7 +8,8 @@ and runs as a call does: on the thread that received it, if that thread reads fo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from dist_autograd.contexts import Context, Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.participant import Participant
 from dist_autograd.progress import Action, Error, Event
-from dist_autograd.root import Root
+from dist_autograd.root import Root, Steps
 from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.activity import Activity
 from rpc.agent.agent_calls import Calls
@@ -34,6 +35,7 @@ from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame, Kind
+from rref.protocol.messages import RRefId
 
 __all__ = ["Backwards"]
 
@@ -53,6 +55,7 @@ class Backwards:
         serializer: serializer of this worker.
         contexts: contexts of this worker.
         models: models of this worker under ``DistributedDataParallel``.
+        step: calls the ``step`` of an object of this worker, with the id of a context.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Backwards:
         executor: Executor,
         contexts: Contexts,
         models: Models,
+        step: Callable[[RRefId, int], object],
     ) -> None:
         self._requests = calls.requests
         self._answers = calls.answers
@@ -75,6 +79,7 @@ class Backwards:
         self._executor = executor
         self._contexts = contexts
         self._models = models
+        self._step = step
         self._messages = SentMessages(calls.caller, calls.table, messages.sender, serializer)
         self._running: dict[Key, Root | Participant] = {}
         self._failed: dict[Key, Error] = {}
@@ -98,11 +103,15 @@ class Backwards:
 
     # ---- started here
 
-    def run(self, context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
-        """Run a backward pass from ``roots``, which have been checked; see ``dist_autograd.backward``."""
+    def run(self, context: Context, roots: Sequence[Tensor], retain_graph: bool, *steps: Steps) -> None:
+        """Run a backward pass from ``roots``, which have been checked; see ``dist_autograd.backward``.
+
+        Args:
+            steps: the steps that other workers perform.
+        """
         key = (self._contexts.incarnation, next(self._numbers))
         own = WorkerPass(context, retain_graph, self._models)
-        root = Root(key, own, self._workers.own, self._messages, self._workers.by_incarnation)
+        root = Root(key, own, self._workers.own, self._messages, self._workers.by_incarnation, *steps)
         try:
             self._running[key] = root
             if context.over:
@@ -167,6 +176,8 @@ class Backwards:
             return self._refuse, (peer, frame.call_id, self._over(peer, asked))
         if asked.message is not None:
             running.own.arrived(asked.message, peer, frame)
+        if asked.optimizer is not None:
+            running.step = partial(self._step, asked.optimizer, asked.context_id)
         self._enter(running)
         if running.own.progress.on(Event.BEGIN) is not Action.START:
             return self._refuse, (peer, frame.call_id, AutogradError("it is over, or has begun already"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,7 +15,7 @@ from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.propagation import Propagation
 from dist_autograd.recording import anchor
-from dist_autograd.root import checked
+from dist_autograd.root import Steps, checked
 from dist_autograd.torch_internals import INTERNALS, NO_AUTOGRAD
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.agent.caller import Caller
@@ -22,7 +23,10 @@ from rpc.errors import AutogradError, RRefError, with_article
 from rpc.runtime import spans
 from rpc.runtime.blocking import check_may_block
 from rpc.runtime.current import current_agent, extension
+from rpc.serialization.serializer import Serializer
 from rref.installation import install as install_references
+from rref.protocol.messages import RRefId
+from rref.references import References
 
 __all__ = ["Autograd", "autograd", "install"]
 
@@ -43,13 +47,17 @@ class Autograd:
         self.backwards = backwards
         self._calls = calls
 
-    def backward(self, context_id: int, roots: Iterable[Any], retain_graph: bool) -> None:
-        """See ``dist_autograd.backward``."""
+    def backward(self, context_id: int, roots: Iterable[Any], retain_graph: bool, *steps: Steps) -> None:
+        """See ``dist_autograd.backward``.
+
+        Args:
+            steps: the steps of optimizers that other workers perform at the end of their parts.
+        """
         context = self.contexts.get(context_id)
         tensors = checked(list(roots))
         check_may_block()
         with spans.span("distributed backward", roots=len(tensors)):
-            self.backwards.run(context, tensors, bool(retain_graph))
+            self.backwards.run(context, tensors, bool(retain_graph), *steps)
 
     def backward_of(self, rref: Any, context_id: int, retain_graph: bool) -> None:
         """See ``RRef.backward``."""
@@ -91,6 +99,14 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
         autograd().backward(context_id, [root], retain_graph)
 
 
+def _perform_step(references: References, serializer: Serializer, rref: RRefId, context_id: int) -> None:
+    """Call the ``step`` of an optimizer of this worker, as other workers may do through a reference."""
+    optimizer = references.value(rref).get()
+    if serializer.allow is not None:
+        serializer.allow.check_method(optimizer, "step")
+    optimizer.step(context_id)
+
+
 def install(agent: Agent) -> None:
     """Add distributed autograd to an agent that has not joined its group yet."""
     INTERNALS.check()
@@ -101,7 +117,7 @@ def install(agent: Agent) -> None:
     agent.serializer.allow_function(backward_here)
     calls, workers, messages = agent.calls, agent.group.peers, agent.messages
     hooks, executor = agent.lifecycle.hooks, agent.executor
-    models = Models()
+    models, references = Models(), install_references(agent)
     contexts = Contexts(
         agent.incarnation, calls.requests, workers, messages, hooks, agent.mailbox, executor, models.watch
     )
@@ -115,11 +131,12 @@ def install(agent: Agent) -> None:
         executor,
         contexts,
         models,
+        partial(_perform_step, references, agent.serializer),
     )
     hooks.closed.append(models.stop)
     agent.tracing.follow(Propagation(contexts))
     agent.extensions[_EXTENSION] = installed = Autograd(models, contexts, backwards, calls.caller)
-    install_references(agent).backward = installed.backward_of
+    references.backward = installed.backward_of
 
 
 def autograd() -> Autograd:

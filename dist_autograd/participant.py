@@ -28,7 +28,12 @@ class Participant:
         root: the worker that started the backward pass.
         messages: sends messages to others.
         whole: whether all its gradients arrive with its start, so that it waits for no worker.
+
+    Attributes:
+        step: called at the end of the part; None for nothing.
     """
+
+    step: Callable[[], object] | None = None
 
     def __init__(self, key: Key, own: WorkerPass, root: Peer, messages: SentMessages, *, whole: bool) -> None:
         self.key = key
@@ -48,6 +53,9 @@ class Participant:
         """
         self.own.mark(marks, self.peer)
         self.own.run(self)
+        if self.step is not None:
+            self.own.progress.check()
+            self.step()
         if self._held_back is None:
             return Payload({}, [])
         origin, gradients, work = self._held_back
@@ -58,7 +66,7 @@ class Participant:
         return answer
 
     def post(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
-        if self.whole and origin.source is self.peer:
+        if self.whole and self.step is None and origin.source is self.peer:
             before = self._held_back
             work = self.own.context.requests.border.work_on(gradients)
             self._held_back = origin, gradients, work

@@ -8,15 +8,18 @@ ends the backward pass on all workers.
 Usually it need not ask. A message to the context's creator includes the marks that its tensors lead to, if
 they are found quickly. If all that takes part at a worker is one message to the root with such marks, its
 part is started by the gradients themselves: it needs nothing else.
+
+At the end of its part, a worker may perform the step of an optimizer (``Steps``): its own gradients are
+complete then, while other workers may still compute theirs.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -33,8 +36,30 @@ from rpc.group.peer import Peer
 from rpc.runtime import waits
 from rpc.runtime.interrupts import is_interruption
 from rpc.wire.frames import Frame, Kind
+from rref.protocol.messages import RRefId
 
-__all__ = ["Root", "checked"]
+__all__ = ["Root", "Steps", "checked"]
+
+
+class Steps:
+    """The steps of optimizers on other workers, each performed at the end of its worker's part of a backward.
+
+    Args:
+        optimizers: for each worker the optimizer, an object there; its ``step`` takes the context's id.
+
+    Attributes:
+        optimizers: as given.
+        begun: the workers whose part has been started, and has not failed.
+        done: those that have performed their step.
+    """
+
+    def __init__(self, optimizers: Mapping[Peer, RRefId]) -> None:
+        self.optimizers = optimizers
+        self.begun: set[Peer] = set()
+        self.done: set[Peer] = set()
+
+
+_NO_STEPS: Final = Steps({})
 
 
 class Root:
@@ -46,10 +71,17 @@ class Root:
         me: this worker.
         messages: sends messages to the others.
         find: returns the worker with an incarnation.
+        steps: the steps that other workers perform.
     """
 
     def __init__(
-        self, key: Key, own: WorkerPass, me: Peer, messages: SentMessages, find: Callable[[int], Peer | None]
+        self,
+        key: Key,
+        own: WorkerPass,
+        me: Peer,
+        messages: SentMessages,
+        find: Callable[[int], Peer | None],
+        steps: Steps = _NO_STEPS,
     ) -> None:
         self.key = key
         self.own = own
@@ -57,6 +89,7 @@ class Root:
         self.load = messages.load
         self._messages = messages
         self._find = find
+        self._steps = steps
         self._marked: set[Mark] = set()
         self._asked: set[Peer] = set()
         self._told: dict[Peer, list[Mark]] = {}
@@ -145,7 +178,11 @@ class Root:
     ) -> None:
         part = self._parts[peer] = self._messages.new_part(peer)
         part.when_settled = self._settled
-        self._messages.begin(part, self.key, self.own.context, self.own.retain_graph, marks, whole)
+        optimizer = self._steps.optimizers.get(peer)
+        if optimizer is not None:
+            self._steps.begun.add(peer)
+        own = self.own
+        self._messages.begin(part, self.key, own.context, own.retain_graph, marks, whole, optimizer)
 
     def _run_own(self, roots: Sequence[Tensor], nested: bool) -> None:
         gradients = list(map(torch.ones_like, roots))
@@ -200,6 +237,7 @@ class Root:
             except ProtocolError as error:
                 self.fail(partial(_itself, error))
         elif isinstance(outcome, Frame):
+            self._steps.begun.discard(peer)
             self.fail(partial(self._messages.failure, peer, outcome))
         elif outcome is not None:
             self.fail(partial(_itself, outcome))
@@ -208,6 +246,8 @@ class Root:
         message = answer.header.get("gradients")
         if type(message) is int:
             self.own.arrived(message, peer, answer)
+        if peer in self._steps.begun:
+            self._steps.done.add(peer)
         self._left.discard(peer)
         self.own.progress.on(Event.NEWS)
 

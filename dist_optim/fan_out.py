@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from dist_autograd.installation import autograd
+from dist_autograd.root import Steps
 from rpc.agent.futures import Future
 from rpc.agent.waiting import wait_futures
 from rpc.errors import WorkerLostError
@@ -13,7 +14,7 @@ from rpc.runtime.interrupts import is_interruption
 from rref import RRef
 from rref.proxy import RRefProxy
 
-__all__ = ["on_all", "on_all_objects"]
+__all__ = ["add_steps", "on_all", "on_all_objects"]
 
 T = TypeVar("T")
 
@@ -85,6 +86,17 @@ def _add_notes(error: Exception, doing: str, calls: Mapping[str, Future[Any]]) -
             _add_failure(error, doing, worker, failure)
         else:
             done.append(f"'{worker}'")
+    _add_outcomes(error, doing, done, under_way)
+
+
+def add_steps(error: Exception, steps: Steps) -> None:
+    """Add notes about the steps that were to be performed by a backward pass which has failed."""
+    done = [f"'{peer.name}'" for peer in steps.done]
+    under_way = [f"'{peer.name}'" for peer in steps.begun - steps.done]
+    _add_outcomes(error, "step", done, under_way)
+
+
+def _add_outcomes(error: Exception, doing: str, done: list[str], under_way: list[str]) -> None:
     if done:
         error.add_note(f"{doing} was done on {', '.join(done)}")
     if under_way:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -9,14 +10,17 @@ from torch import Tensor
 
 import dist_autograd
 from dist_autograd.installation import autograd
+from dist_autograd.root import Steps
 from dist_optim import checkpoint, parameter_groups
-from dist_optim.fan_out import on_all, on_all_objects
+from dist_optim.fan_out import add_steps, on_all, on_all_objects
 from dist_optim.local_optimizer import LocalOptimizer, OptimizerFactory, make_local_optimizer
 from dist_optim.lr_scheduler import DistributedLRScheduler, LocalScheduler, SchedulerFactory
 from dist_optim.parameter_groups import HostedParameter, Parameters
 from rpc.agent.futures import Future
 from rpc.api import rpc_async
+from rpc.runtime.interrupts import is_interruption
 from rref import RRef
+from rref.reference import address_of
 
 __all__ = ["DistributedOptimizer", "check_context"]
 
@@ -123,9 +127,64 @@ class DistributedOptimizer:
                 which the step failed, and those on which it was performed.
         """
         check_context(context_id)
+        self._step(self.local_optimizers, context_id)
+
+    def backward_and_step(
+        self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool = False
+    ) -> None:
+        """Compute gradients as ``dist_autograd.backward`` does, and perform a step on each owner.
+
+        An owner performs its step as soon as its own part of the backward pass is done: without a further
+        message, and while other workers still compute their gradients. So gradients cannot be clipped in
+        between, and if the backward pass fails on some worker, others may have performed their step.
+
+        Args:
+            context_id: the id that ``dist_autograd.context`` returned.
+            roots: as for ``dist_autograd.backward``.
+            retain_graph: as for ``dist_autograd.backward``.
+
+        Raises:
+            AutogradError: there is no such context, or a root cannot be used.
+            BackwardError: a node of the graph, or an optimizer at the end of its worker's part, raised an
+                error; names the worker, and has the error as its cause.
+            WorkerLostError: a worker that takes part is gone.
+            Exception: the error of another optimizer, as from ``step``.
+
+            The notes of the exception name the workers on which the step was performed, and those on which it
+            may have been performed.
+
+        Example::
+
+            with dist_autograd.context() as context_id:
+                optimizer.backward_and_step(context_id, [loss_fn(model(x), y)])
+        """
+        check_context(context_id)
+        autograd().models.locks.check_none_held("backward_and_step")
+        optimizers: Mapping[str, Any] = self.local_optimizers
+        addresses = {
+            worker: address_of(local)
+            for worker, local in optimizers.items()
+            if isinstance(local, RRef) and not local.is_owner()
+        }
+        steps = Steps(dict(addresses.values()))
+        try:
+            autograd().backward(context_id, roots, retain_graph, steps)
+            left = {
+                worker: local
+                for worker, local in optimizers.items()
+                if worker not in addresses or addresses[worker][0] not in steps.done
+            }
+            if left:
+                self._step(left, context_id)
+        except Exception as error:
+            if not is_interruption(error):
+                add_steps(error, steps)
+            raise
+
+    def _step(self, optimizers: Mapping[str, RRef[LocalOptimizer]], context_id: int) -> None:
         # Parameters of this worker: order the step after their current uses.
         autograd().contexts.requests.border.updated()
-        on_all_objects(self.local_optimizers, "step", lambda local: local.step(context_id))
+        on_all_objects(optimizers, "step", lambda local: local.step(context_id))
 
     def clip_grad_norm_(
         self, context_id: int, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -27,7 +27,7 @@ from rref.references import References
 from rref.requests import FETCH, INVOKE, fetch, method_of_object
 from rref.value import Value
 
-__all__ = ["RRef", "references"]
+__all__ = ["RRef", "address_of", "references"]
 
 T = TypeVar("T")
 
@@ -39,6 +39,11 @@ def references() -> References:
     """Return the references of the current agent."""
     found: References = extension(EXTENSION)
     return found
+
+
+def address_of(rref: RRef[Any]) -> tuple[Peer, RRefId]:
+    """Return the owner of an object, and the object's id, for messages that name it."""
+    return rref._owner, rref._rref
 
 
 @without_operators(

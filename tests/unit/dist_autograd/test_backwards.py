@@ -12,7 +12,7 @@ from dist_autograd.backward_messages import ABORT, MARK, WHOLE_PART
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models
-from rpc.errors import AutogradError
+from rpc.errors import AutogradError, ProtocolError
 from rpc.group.peer import Peer
 from rpc.wire.frames import Frame
 
@@ -28,6 +28,7 @@ class Participating:
         on_find: called when the context is looked up.
         open: number of postponed activities.
         failures: what is answered.
+        steps: the steps performed: the optimizer's id, and that of the context.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class Participating:
         self.on_find: Callable[[], object] = lambda: None
         self.open = 0
         self.failures: list[BaseException] = []
+        self.steps: list[tuple[Any, ...]] = []
         self._handlers: dict[int, Callable[[Peer, Frame], Any]] = {}
         hooks = SimpleNamespace(gone=[], awaited=[], closed=[])
         postponed = SimpleNamespace(begin=lambda: self._opened(1))
@@ -56,8 +58,12 @@ class Participating:
             on=lambda kind, handler, any_thread=False: self._on(kind, handler), sender=None
         )
         calls = SimpleNamespace(requests=requests, answers=answers, caller=None, table=None)
-        parts: Any = (calls, None, messages, hooks, activity, None, executor, contexts, Models())
+        models, step = Models(), self._performed
+        parts: Any = (calls, None, messages, hooks, activity, None, executor, contexts, models, step)
         self.backwards = Backwards(*parts)
+
+    def _performed(self, *step: Any) -> None:
+        self.steps.append(step)
 
     def _opened(self, change: int) -> None:
         self.open += change
@@ -112,3 +118,28 @@ def test_no_pass_is_left_open_if_its_context_ends_while_it_is_entered(kind: int)
     worker.on_find = lambda: end(worker.context)  # as another thread does
     worker.receive(kind, asked())
     assert len(worker.backwards) == worker.open == 0
+
+
+def test_a_part_ends_with_the_step_that_its_start_asks_for() -> None:
+    worker = Participating()
+    worker.receive(MARK, asked())
+    assert not worker.steps
+    worker.receive(WHOLE_PART, asked() | {"object": [ROOT, 3]})
+    assert worker.steps == [((ROOT, 3), CONTEXT)]
+    assert not worker.failures
+
+
+def test_no_step_is_performed_for_a_pass_that_has_failed() -> None:
+    worker = Participating()
+    worker.receive(MARK, asked())
+    worker.receive(ABORT, {"abort": [NUMBER, "no gradient today"]})
+    worker.receive(WHOLE_PART, asked() | {"object": [ROOT, 3]})
+    assert len(worker.failures) == 1
+    assert not worker.steps
+
+
+def test_a_start_with_a_malformed_id_of_an_optimizer_is_a_violation() -> None:
+    worker = Participating()
+    with pytest.raises(ProtocolError):
+        worker.receive(WHOLE_PART, asked() | {"object": [ROOT]})
+    assert not worker.steps
