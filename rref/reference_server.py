@@ -99,23 +99,19 @@ class ReferenceServer:
                 RRefError(_GIVEN_UP), self._references.workers.own.name, codec=peer.codec.id
             )
             refusal.header["refused"] = _GIVEN_UP
-            return self._accept(
+            return self._requests.accept(
                 request, lambda _: self._answers.answer(peer, Kind.FAILURE, frame.call_id, refusal)
             )
         value.creation = peer, frame.call_id
         target = object_id(header) if header else None
         if target is None:
-            return self._accept(request, lambda _: self._run_creation(request, rref, value, None))
+            return self._requests.accept(request, lambda _: self._run_creation(request, rref, value, None))
         return self._accept_on_object(
             request, target, lambda on: self._run_creation(request, rref, value, on)
         )
 
-    def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
-        """Return the task of a request, or None if a dependency is missing: then it is submitted later."""
-        return self._requests.accept(request, run)
-
     def _accept_later(self, request: Request, run: Callable[[Request], None]) -> None:
-        task = self._accept(request, run)
+        task = self._requests.accept(request, run)
         if task is not None:
             self._executor.submit(task)
 
@@ -137,7 +133,7 @@ class ReferenceServer:
                 self._accept_in_turn(request, value.turns, lambda _: run(value))
                 return None
             if value.is_ready or not self._accept_when_made(request, value, run, quick):
-                return self._accept(request, lambda _: run(value))
+                return self._requests.accept(request, lambda _: run(value))
             return None
         ref = self._references.expect(target)
 

@@ -112,20 +112,19 @@ class Devices(Border):
             others = (torch.device(kind, index) for index in range(count))
             return next((each for each in (device, *others) if each not in used), device)
 
-        def for_calls(device: torch.device) -> str:
+        def lacking(kind: str, who: str, callee: str, source: torch.device, target: torch.device) -> str:
             return (
-                f"Request device mapping is not available for destination '{name}': call `set_device_map` "
-                f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{name}', "
-                f"{{'{device}': '{free(device, calls.values())}'}}), or pass it as device_maps"
+                f"{kind} device mapping is not available for destination '{name}': {who}call "
+                f"`set_device_map` on `TensorPipeRpcBackendOptions`: options.set_device_map('{callee}', "
+                f"{{'{source}': '{target}'}}), or pass it as device_maps"
             )
 
+        def for_calls(device: torch.device) -> str:
+            return lacking("Request", "", name, device, free(device, calls.values()))
+
         def for_answers(device: torch.device) -> str:
-            return (
-                f"Response device mapping is not available for destination '{name}': answers go by the "
-                f"reverse of its device map, so have '{name}' call `set_device_map` "
-                f"on `TensorPipeRpcBackendOptions`: options.set_device_map('{me}', "
-                f"{{'{free(device, theirs)}': '{device}'}}), or pass it as device_maps"
-            )
+            who = f"answers go by the reverse of its device map, so have '{name}' "
+            return lacking("Response", who, me, free(device, theirs), device)
 
         exchange = self._exchange
 
