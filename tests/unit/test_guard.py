@@ -104,7 +104,7 @@ def test_under_compat_ours_are_found_wherever_others_are(tmp_path: Path, run_fre
     [
         (["run"], False),
         pytest.param(["run"], True, marks=pytest.mark.nightly),
-        (["launch", "-n", "1", "--lend-names"], False),
+        pytest.param(["launch", "-n", "1", "--lend-names"], False, marks=pytest.mark.nightly),
     ],
 )
 def test_a_command_finds_ours_wherever_others_are(tmp_path: Path, command: list[str], on_path: bool) -> None:

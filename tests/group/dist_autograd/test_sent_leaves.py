@@ -155,7 +155,7 @@ def hook_weights() -> None:
     WEIGHTS.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.nightly)], ids=["once", "twice"])
 @in_worker0()
 def test_leaf_that_other_threads_compute_with_can_be_sent(times: int) -> None:
     rpc.rpc_sync(OTHER, hook_weights)

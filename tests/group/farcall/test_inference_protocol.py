@@ -56,7 +56,9 @@ def ask() -> Iterator[Ask]:
 
 
 @pytest.mark.fresh_interpreter
-@pytest.mark.parametrize("ours", [True, False], ids=["farcall first", "farcall last"])
+@pytest.mark.parametrize(
+    "ours", [pytest.param(True, marks=pytest.mark.nightly), False], ids=["farcall first", "farcall last"]
+)
 def test_other_stubs_of_the_protocol_can_be_in_the_same_process(ours: bool) -> None:
     """The pool is the process's own: stubs of other clients register the same names there."""
     first, second = ("serve()", "register()") if ours else ("register()", "serve()")

@@ -38,6 +38,7 @@ def call_all_with_few_files(worker: Worker) -> list[int]:
         return [sum(future.wait()) for future in futures]
 
 
+@pytest.mark.nightly
 def test_a_group_may_need_more_files_than_a_process_may_open_at_first(run_workers: RunWorkers) -> None:
     sums = [sum(divmod(rank, 2)) for rank in range(12)]
     assert run_workers(call_all_with_few_files, 12) == [sums] * 12

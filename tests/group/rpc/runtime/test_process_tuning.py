@@ -86,10 +86,15 @@ def look_at_faults(worker: Worker, kept: int, environment: dict[str, str]) -> di
     [
         (256 * MIB, {}, {"few", "few, elsewhere", "many"}),
         (32 * MIB, {}, {"few", "few, elsewhere"}),
-        (0, {}, set[str]()),
         (256 * MIB, {"MALLOC_TRIM_THRESHOLD_": "131072"}, set[str]()),
-        (256 * MIB, {"MALLOC_MMAP_THRESHOLD_": "131072"}, set[str]()),
-        (256 * MIB, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, set[str]()),
+        *(
+            pytest.param(kept, environment, set[str](), marks=pytest.mark.nightly)
+            for kept, environment in (
+                (0, {}),
+                (256 * MIB, {"MALLOC_MMAP_THRESHOLD_": "131072"}),
+                (256 * MIB, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}),
+            )
+        ),
     ],
 )
 def test_freed_memory_is_kept_while_an_agent_runs_up_to_a_limit_and_unless_the_environment_says_otherwise(

@@ -19,7 +19,7 @@ from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
 from tests.support import backend
 from tests.support.certificates import Authority
-from tests.support.programs import run_program
+from tests.support.fresh import RunFresh
 from tests.support.relay import Relay
 from tests.support.serving import wait_at_gate
 from tests.support.streams import until
@@ -296,11 +296,10 @@ if child:
 """
 
 
-@pytest.mark.fresh_interpreter
 @pytest.mark.processes
-def test_the_default_backend_does_not_import_grpc(tmp_path: Path) -> None:
-    """In a process of its own: what the tests' workers are forked from may have imported it."""
-    done = run_program(tmp_path, TWO_WORKERS, "program.py", f"file://{tmp_path}/store")
+def test_the_default_backend_does_not_import_grpc(tmp_path: Path, run_fresh: RunFresh) -> None:
+    """What the tests' workers are forked from may have imported it."""
+    done = run_fresh(TWO_WORKERS, f"file://{tmp_path}/store")
     assert done.returncode == 0, done.stderr
 
 

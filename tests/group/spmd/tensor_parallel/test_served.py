@@ -44,7 +44,7 @@ from tests.support.served import (
 from tests.support.serving import WAIT_SECONDS, first_of, in_standing_group, in_worker0
 from tests.support.workers import RunWorkers, Worker
 
-SHARDS = pytest.mark.parametrize("shards", [2, 4])
+SHARDS = pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.nightly)])
 
 
 @SHARDS

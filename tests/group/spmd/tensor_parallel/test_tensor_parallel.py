@@ -97,7 +97,7 @@ def every_pair_of_layouts_of_a_linear(mesh: DeviceMesh) -> None:
         compare(mesh, copy.deepcopy(module), row, x, given, output)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_linear_with_every_pair_of_layouts(run_workers: RunWorkers, size: int) -> None:
     run_workers(in_mesh(every_pair_of_layouts_of_a_linear), size)
 
