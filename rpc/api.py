@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,9 @@ _agent: Final[Callable[[], AgentInterface]] = current_agent
 
 UNSET_RPC_TIMEOUT: Final = UNSET_TIMEOUT
 """Value of a ``timeout`` that means the default set by ``init_rpc`` or ``set_rpc_timeout``."""
+
+_SINGLE: Final = (str, bytes, bytearray, Mapping, set, frozenset, np.ndarray, Tensor, torch.nn.Module)
+"""Types of iterables that are one argument, whose comma is missing: ``args=(x)``."""
 
 
 # The result of an ``async def`` function, or one with ``async_execution``, is awaited at the callee.
@@ -197,9 +201,9 @@ def positional(args: Sequence[Any] | None) -> tuple[Any, ...]:
     """Return the user's positional arguments of a call as a tuple."""
     if type(args) is tuple:
         return args
-    if args is None:
+    if args is None or (isinstance(args, Mapping) and not args):
         return ()
-    if isinstance(args, (str, bytes, Tensor)) or not isinstance(args, Iterable):
+    if isinstance(args, _SINGLE) or not isinstance(args, Iterable):
         raise TypeError(
             f"args must be a tuple or list of positional arguments, not {with_article(type(args))}: "
             "for a single argument write args=(x,)"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Replicate
+from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from spmd.engine.program.layouts import is_shard
 from spmd.engine.program.program import REPLICATED, Layout, Meta
 from spmd.engine.program.redistribution import all_reduce
+from spmd.engine.rules.elements import broadcast
 from spmd.engine.rules.local_rules import Local, Site, local_rule
 from spmd.engine.rules.placement_rules import OperatorCall
 from spmd.engine.rules.reductions import reduce_norms
-from spmd.torch_internals import foreach_norm
+from spmd.torch_internals import StridedShard, foreach_norm
 
 __all__ = ["is_list_operator", "place_lists"]
 
@@ -23,6 +23,8 @@ aten: Any = torch.ops.aten
 
 _FUSED: Final = ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
 _STEPS: Final = "state_steps"
+_NORMS: Final = "aten::_foreach_norm"
+_OF_WHOLE_TENSORS: Final = ("aten::_foreach_max", "aten::_foreach_mm", "aten::_foreach_powsum")
 
 
 def is_list_operator(op: Any) -> bool:
@@ -34,48 +36,65 @@ def is_list_operator(op: Any) -> bool:
 def place_lists(call: OperatorCall) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """Return the layouts that the tensors need, and those of the results.
 
-    All tensors of an index have the layout of the first list's, or are replicated if that is a sum; single
-    tensors and counts of steps are replicated.
+    All tensors of an index lie as the first list's does, or are replicated if that is a sum; along dimensions
+    in which they are broadcast they are whole. Single tensors and counts of steps are replicated, and so is
+    everything for operators that combine elements.
     """
-    first = next(
-        arg for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, (list, tuple)) and _is_list(arg)
-    )
-    layouts = [_reduced(meta.layout) for meta in first]
+    if call.op._schema.name in _OF_WHOLE_TENSORS:
+        return (REPLICATED,) * len(call.tensors), (REPLICATED,) * len(call.args[0])
+    lists = [each for each in (*call.args, *call.kwargs.values()) if _is_list(each)]
+    first, layouts = lists[0], [_of_first(*tensors) for tensors in zip(*lists, strict=False)]
     fused = not call.op._schema.name.startswith("aten::_foreach_")
     inputs: list[Layout] = []
     results: list[Layout] = []
     for argument, value in _named(call):
         if isinstance(value, Meta):
             inputs.append(REPLICATED)
-        elif isinstance(value, (list, tuple)) and _is_list(value):
+        elif _is_list(value):
             whole = argument.name == _STEPS or (fused and any(len(meta.shape) == 0 for meta in value))
-            places = [REPLICATED] * len(value) if whole else layouts[: len(value)]
             places = [
-                REPLICATED if meta.shape != head.shape else place
-                for meta, head, place in zip(value, first, places, strict=False)
+                REPLICATED if whole else _beside(place, meta.shape, head.shape)
+                for meta, head, place in zip(value, first, layouts, strict=False)
             ]
             inputs += places
             if fused and f"{argument.name}_out" in _result_names(call.op):
                 results += places
     if not fused:
-        norms = call.op._schema.name.rstrip("_") in ("aten::_foreach_norm", "aten::_foreach_max")
-        results = [REPLICATED] * len(first) if norms else list(layouts)
-        if call.op._schema.name == "aten::_foreach_max" and len(call.args) == 1:
-            inputs = [REPLICATED] * len(first)
+        results = [REPLICATED] * len(first) if call.op._schema.name == _NORMS else list(layouts)
     return tuple(inputs), tuple(results)
 
 
-def _reduced(layout: Layout) -> Layout:
-    """With sums done; what is sharded stays so."""
-    if layout.mesh is None or not layout.is_partial():
-        return layout
+def _of_first(first: Meta, *others: Meta) -> Layout:
+    """Return the layout for the first tensor of an index: its own, with sums done; if it is broadcast,
+    whole.
+    """
+    layout = first.layout
+    shape = torch.broadcast_shapes(first.shape, *(each.shape for each in others))
+    if layout.mesh is None or shape != first.shape:
+        return REPLICATED
     return Layout.of(
         layout.mesh, tuple([Replicate() if each.is_partial() else each for each in layout.placements])
     )
 
 
-def _is_list(value: Sequence[Any]) -> bool:
-    return bool(value) and all(isinstance(each, Meta) for each in value)
+def _beside(layout: Layout, shape: tuple[int, ...], first: tuple[int, ...]) -> Layout:
+    """Return the layout for another tensor of an index, which is broadcast to the first one's shape."""
+    if layout.mesh is None or shape == first:
+        return layout
+    return Layout.of(layout.mesh, tuple([_broadcast(each, shape, first) for each in layout.placements]))
+
+
+def _broadcast(placement: Placement, shape: tuple[int, ...], into: tuple[int, ...]) -> Placement:
+    if not is_shard(placement):
+        return Replicate()
+    placed = broadcast(shape, into, placement.dim)
+    if isinstance(placement, StridedShard) and is_shard(placed):
+        return StridedShard(placed.dim, split_factor=placement.split_factor)
+    return placed
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, Meta) for each in value)
 
 
 def _named(call: OperatorCall) -> list[tuple[Any, Any]]:

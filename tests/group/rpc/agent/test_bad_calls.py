@@ -14,8 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import rpc
 from rpc.errors import (
@@ -44,7 +46,7 @@ def my_name(*_: Any) -> str:
 @in_standing_group()
 def test_what_cannot_be_a_call_is_refused_before_anything_is_sent() -> None:
     for call in CALLS:
-        for args in ("text", b"bytes", torch.ones(2), 3):
+        for args in ("text", b"bytes", torch.ones(2), 3, np.ones(2), {"x": 1}, {1}, nn.Sequential(nn.ReLU())):
             said = refused(
                 TypeError, r"args must be a tuple .* write args=\(x,\)", call, "worker1", abs, args
             )

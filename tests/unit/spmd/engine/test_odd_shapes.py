@@ -90,6 +90,12 @@ def cases() -> Iterator[Any]:
     yield case(aten._native_batch_norm_legit_functional.default, [first], images, *params, True, 0.1, 1e-5)
     yield case(aten.linalg_vector_norm.default, [last], r(3, 1), -2.0)
     yield case(aten.index_select.default, [Partial(), first], r(), 0, torch.tensor([0]))
+    for where in (first, last):
+        yield case(aten._foreach_mul.List, [where], [r(5, 4)], [r(5, 1)])
+        yield case(aten._foreach_addcdiv.Scalar, [where, first], [r(5, 4)], [r(5, 1)], [r(4)])
+        yield case(aten._foreach_mm.default, [where, last], [r(4, 4)], [r(4, 4)])
+        yield case(aten._foreach_powsum.Scalar, [where], [r(5, 4)])
+    yield case(aten._foreach_add.List, [first], [r(4)], [r(3, 4)])
 
 
 @pytest.mark.parametrize(("op", "where", "args", "kwargs"), list(cases()))
