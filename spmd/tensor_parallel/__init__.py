@@ -15,7 +15,7 @@ Example, under ``torchrun --nproc-per-node 2``::
 from __future__ import annotations
 
 from spmd.tensor_parallel.api import parallelize_module
-from spmd.tensor_parallel.explain import explain
+from spmd.tensor_parallel.explanation import explain
 from spmd.tensor_parallel.loss import loss_parallel
 from spmd.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from spmd.tensor_parallel.served import ShardedModule

@@ -69,7 +69,7 @@ def _of_first(first: Meta, *others: Meta) -> Layout:
     whole.
     """
     layout = first.layout
-    shape = torch.broadcast_shapes(first.shape, *(each.shape for each in others))
+    shape = torch.broadcast_shapes(first.shape, *(each.shape for each in others))  # type: ignore[no-untyped-call]
     if layout.mesh is None or shape != first.shape:
         return REPLICATED
     return Layout.of(
