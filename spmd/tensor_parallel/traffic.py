@@ -1,4 +1,4 @@
-"""Records the collectives of a module, for :func:`spmd.tensor_parallel.explanation`."""
+"""Records the collectives of a module, for :func:`spmd.tensor_parallel.explain`."""
 
 from __future__ import annotations
 

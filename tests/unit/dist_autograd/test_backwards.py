@@ -12,6 +12,7 @@ from dist_autograd.backward_messages import ABORT, MARK, WHOLE_PART
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models
+from rpc.agent.border import Border
 from rpc.errors import AutogradError, ProtocolError
 from rpc.group.peer import Peer
 from rpc.wire.frames import Frame
@@ -33,7 +34,7 @@ class Participating:
 
     def __init__(self) -> None:
         self.context = Context(
-            cast("Any", SimpleNamespace(requests=SimpleNamespace(devices=None))), CONTEXT, ROOT, root
+            cast("Any", SimpleNamespace(requests=SimpleNamespace(border=Border()))), CONTEXT, ROOT, root
         )
         self.on_find: Callable[[], object] = lambda: None
         self.open = 0
@@ -46,7 +47,7 @@ class Participating:
         answers = SimpleNamespace(
             fail=lambda peer, call_id, error: self.failures.append(error), answer=lambda *_: None
         )
-        requests = SimpleNamespace(accept=lambda request, run: (run, request), devices=None)
+        requests = SimpleNamespace(accept=lambda request, run: (run, request), border=Border())
         executor = SimpleNamespace(submit=lambda task: task[0](task[1]))
         contexts = SimpleNamespace(
             incarnation=ME,

@@ -61,7 +61,7 @@ class World:
         self.due: list[Callable[[], object]] = []
         self.when_made: Callable[[], object] = lambda: None
         self.sent: list[tuple[int, Any]] = []
-        answers: Any = SimpleNamespace(devices=None)
+        answers: Any = SimpleNamespace()
         self.contexts = Contexts(me, answers, workers, messages, hooks, mailbox, executor, self._make)
         [self._gone] = hooks.gone
         self.release = hooks.release

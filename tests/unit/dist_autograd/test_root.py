@@ -17,6 +17,7 @@ from dist_autograd.graph import Mark
 from dist_autograd.recording import receive, send
 from dist_autograd.root import Root
 from dist_autograd.worker_pass import WorkerPass
+from rpc.agent.border import Border
 from rpc.errors import AutogradError, BackwardError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.wire.frames import Frame, Kind
@@ -72,7 +73,9 @@ def reply(header: dict[str, Any], kind: int = Kind.REPLY) -> Frame:
 
 def run(messages: Messages) -> dict[Tensor, Tensor]:
     """A backward through a leaf that was sent to another worker, and what came back; the gradients."""
-    context = Context(cast("Any", SimpleNamespace(requests=SimpleNamespace(devices=None))), CONTEXT, ME, None)
+    context = Context(
+        cast("Any", SimpleNamespace(requests=SimpleNamespace(border=Border()))), CONTEXT, ME, None
+    )
     leaf = torch.ones(2, requires_grad=True)
     sent = send([leaf], other)
     context.sends[sent.number] = sent
@@ -109,7 +112,7 @@ def test_a_part_that_runs_on_a_thread_of_its_own_ends_when_its_root_is_interrupt
             raise KeyboardInterrupt
 
     own = Interrupted(
-        Context(cast("Any", SimpleNamespace(requests=SimpleNamespace(devices=None))), CONTEXT, ME, None),
+        Context(cast("Any", SimpleNamespace(requests=SimpleNamespace(border=Border()))), CONTEXT, ME, None),
         False,
         Models(),
     )

@@ -14,6 +14,7 @@ from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models
 from dist_autograd.recording import Origin, Sent, send
 from dist_autograd.worker_pass import WorkerPass
+from rpc.agent.border import Border
 from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
@@ -46,7 +47,7 @@ class Run:
 
     def __init__(self, *tensors: Tensor, to: Peer = receiver) -> None:
         self.context = Context(
-            cast("Any", SimpleNamespace(requests=SimpleNamespace(devices=None))), 77, 1, None
+            cast("Any", SimpleNamespace(requests=SimpleNamespace(border=Border()))), 77, 1, None
         )
         self.sent: Sent = send(tensors, to)
         self.context.sends[self.sent.number] = self.sent

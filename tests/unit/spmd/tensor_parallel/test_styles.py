@@ -44,7 +44,7 @@ def test_styles_show_as_pytorchs(name: str, arguments: dict[str, Any]) -> None:
 
 def test_the_names_are_pytorchs_and_two_more() -> None:
     assert set(tensor_parallel.__all__) == {*pytorch.__all__, "ShardedModule", "explain"}
-    assert spmd.explain is tensor_parallel.explanation
+    assert spmd.explain is tensor_parallel.explain
 
 
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
