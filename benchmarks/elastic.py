@@ -206,6 +206,7 @@ def _run_member(folder: Path) -> None:
     model = _model(64, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     job = elastic.join(model=model, optimizer=optimizer, sampler=elastic.Sampler(512, _BATCH))
+    seen = 0
     with open(folder / f"{os.getpid()}.log", "w", encoding="utf-8") as log:
         for attempt in job.attempts():
             with attempt:
@@ -213,13 +214,15 @@ def _run_member(folder: Path) -> None:
                 if (folder / "stop").exists():
                     job.finish()
                 optimizer.step()
-            if attempt.committed and attempt.weight:
-                log.write(json.dumps([time.monotonic(), attempt.size]) + "\n")
+            if attempt.committed and attempt.view != seen:
+                seen = attempt.view
+                log.write(json.dumps([time.monotonic(), seen, attempt.size]) + "\n")
                 log.flush()
     rpc.shutdown()
 
 
-def _commits(path: Path) -> list[tuple[float, int]]:
+def _commits(path: Path) -> list[tuple[float, int, int]]:
+    """When the first step of each view was committed, the view, and its size."""
     return [
         json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(True) if line[-1] == "\n"
     ]
@@ -229,22 +232,21 @@ def _spare(kills: int, pause: float) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [sys.executable, "-m", "farcall", "launch", "-n", "3", "--dynamic", "--restart", "1000"]
-        command += ["--spares", "1", str(Path(__file__).resolve()), "member", name]
+        command += ["--spares", "1", "-m", "benchmarks.elastic", "member", name]
         launcher = subprocess.Popen(command)
         took = []
-        while len(logs := list(folder.glob("*.log"))) < 3 or not all(map(_commits, logs)):
+        while not any(size == 3 for log in folder.glob("*.log") for _, _, size in _commits(log)):
             time.sleep(0.1)
         for number in range(kills):
             time.sleep(pause)  # until the next spare has imported everything
             living = [each for each in folder.glob("*.log") if Path(f"/proc/{each.stem}").exists()]
             victim, witness = living[number % 2 :][:2]
+            before = _commits(witness)[-1][1]
             killed_at = time.monotonic()
             os.kill(int(victim.stem), signal.SIGKILL)
-            while not (back := [at for at, size in _commits(witness) if at > killed_at and size == 3]):
-                time.sleep(0.1)
-            # A step that was committed before the loss was noticed has the same size.
-            smaller = [at for at, size in _commits(witness) if at > killed_at and size < 3]
-            took.append(min(at for at in back if not smaller or at > max(smaller)) - killed_at)
+            while not (back := [at for at, view, size in _commits(witness) if view > before and size == 3]):
+                time.sleep(0.05)
+            took.append(back[0] - killed_at)
         (folder / "stop").touch()
         launcher.wait()
     print(f"back at full size after {', '.join(f'{each:.2f}' for each in took)} s (at most {_SPARE_BAR})")
