@@ -15,6 +15,7 @@ the newest weights. Start the store; each process reads the token from its envir
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final, Literal
 
 import torch
@@ -24,9 +25,11 @@ from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme, register
 
 from farcall.weights.listening import connect
 from farcall.weights.store import Store
-from rpc.errors import RpcTimeoutError
+from rpc.errors import RpcError, RpcTimeoutError
 
 __all__ = ["StoreTransport", "StoreWeightSyncScheme"]
+
+logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 1.0
 """How long a receiver waits for a version before it looks whether it is to stop."""
@@ -153,6 +156,9 @@ class StoreWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # TorchRL 
             except RpcTimeoutError:
                 if timeout is None:
                     continue
+                return None
+            except RpcError as error:  # TorchRL's thread would ask again at once, and for ever
+                logger.warning("no more weights come from a store: %s", error)
                 return None
             return "receive"
         return None

@@ -6,6 +6,7 @@ import abc
 import asyncio
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
@@ -196,3 +197,32 @@ def test_verl(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for engine in engines:
         engine._store.close()
     monkeypatch.delitem(sys.modules, "farcall.weights.verl")
+
+
+class Scheme:
+    """What TorchRL's schemes have."""
+
+    def __init__(self, strategy: str) -> None:
+        self._stop_event = threading.Event()
+
+
+def test_torchrl_waits_no_more_if_the_store_is_gone(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, "tensordict", TensorDictBase=dict)
+    where = "torchrl.weight_update.weight_sync_schemes"
+    install(
+        monkeypatch, where, WeightSyncScheme=Scheme, register_weight_sync_backend=lambda _: lambda cls: cls
+    )
+    monkeypatch.delitem(sys.modules, "farcall.weights.torchrl", raising=False)
+    scheme = importlib.import_module("farcall.weights.torchrl").StoreWeightSyncScheme(server.address)
+    scheme.receiver_transport = scheme.create_transport()
+    with weights.connect(server.address) as store:
+        store.put(1, STATE)
+    assert scheme._wait_for_instruction() == "receive"
+    scheme.receiver_transport.last = 1
+    assert scheme._wait_for_instruction(timeout=0.01) is None, "there is no other version"
+    server.close()
+    assert scheme._wait_for_instruction() is None
+    assert "no more weights come from a store: store 'weights' is gone with worker" in caplog.text
+    scheme.receiver_transport.close()
