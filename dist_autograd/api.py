@@ -93,14 +93,18 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
             loss = model(batch).sum()
             dist_autograd.backward(context_id, [loss])
     """
-    given: Any = roots
-    is_list = type(given) is list or (isinstance(given, Iterable) and not isinstance(given, Tensor))
+    check_arguments("backward", context_id, roots)
+    autograd().backward(context_id, roots, retain_graph)
+
+
+def check_arguments(function: str, context_id: Any, roots: Any) -> None:
+    """Raise ``TypeError`` unless a function was given a context's id and a list of roots."""
+    is_list = type(roots) is list or (isinstance(roots, Iterable) and not isinstance(roots, Tensor))
     if type(context_id) is not int or not is_list:
         raise TypeError(
-            "backward(): incompatible function arguments: it takes a context id (int) and a list of tensors, "
-            f"not {type(context_id).__name__} and {type(roots).__name__}"
+            f"{function}(): incompatible function arguments: it takes a context id (int) and a list of "
+            f"tensors, not {type(context_id).__name__} and {type(roots).__name__}"
         )
-    autograd().backward(context_id, given, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:

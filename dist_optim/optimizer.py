@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import dist_autograd
+from dist_autograd.api import check_arguments
 from dist_autograd.installation import autograd
 from dist_autograd.root import Steps
 from dist_optim import checkpoint, parameter_groups
@@ -158,6 +159,7 @@ class DistributedOptimizer:
             with dist_autograd.context() as context_id:
                 optimizer.backward_and_step(context_id, [loss_fn(model(x), y)])
         """
+        check_arguments("backward_and_step", context_id, roots)
         check_context(context_id)
         autograd().models.locks.check_none_held("backward_and_step")
         optimizers: Mapping[str, Any] = self.local_optimizers

@@ -210,11 +210,15 @@ def test_no_owner_steps_whose_part_of_the_backward_fails() -> None:
 
 
 @in_standing_group()
-def test_a_context_that_is_over_is_refused() -> None:
+def test_wrong_arguments_are_refused() -> None:
     weight = rpc.remote("worker1", torch.ones, args=(2,))
     optimizer = DistributedOptimizer(optim.SGD, [weight], lr=0.1)
-    with dist_autograd.context() as context_id:
-        pass
+    root: Any = torch.ones((), requires_grad=True) * 2
+    with (
+        dist_autograd.context() as context_id,
+        pytest.raises(TypeError, match=r"_step\(\): .* a list of tensors"),
+    ):
+        optimizer.backward_and_step(context_id, root)
     with pytest.raises(AutogradError, match=f"context with id: {context_id}"):
         optimizer.backward_and_step(context_id, [torch.ones(1)])
 
