@@ -35,6 +35,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "ExcludeDispatchKeyGuard",
     "FakeTensorMode",
+    "ForceDispatchKeyGuard",
     "FrameAction",
     "FrameExecStrategy",
     "OpSchema",
@@ -54,12 +55,14 @@ __all__ = [
     "disabled_torch_function",
     "dispatch_modes",
     "dtensor_operators",
+    "excluded_keys",
     "flash_attention_for_cpu",
     "foreach_norm",
     "foreach_types",
     "forget_backward",
     "forget_unscaled",
     "has_kernel",
+    "included_keys",
     "is_dense",
     "local_scalar",
     "make_wrapper",
@@ -240,6 +243,9 @@ DisableAutocast: Final[Any] = _find("torch._C:_DisableAutocast", NO_SPMD_MODE)
 ExcludeDispatchKeyGuard: Final[Any] = _find(
     "torch._C:_ExcludeDispatchKeyGuard", "torch.autocast does not work in SPMD mode"
 )
+ForceDispatchKeyGuard: Final[Any] = _find("torch._C:_ForceDispatchKeyGuard", NO_SPMD_MODE)
+excluded_keys: Final[Callable[[], Any]] = _find("torch._C:_dispatch_tls_local_exclude_set", NO_SPMD_MODE)
+included_keys: Final[Callable[[], Any]] = _find("torch._C:_dispatch_tls_local_include_set", NO_SPMD_MODE)
 has_kernel: Final[Callable[[str, str], bool]] = _find(
     "torch._C:_dispatch_has_kernel_for_dispatch_key", NO_SPMD_MODE
 )

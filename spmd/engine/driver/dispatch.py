@@ -32,8 +32,12 @@ from spmd.engine.driver.recorder import Recorder
 from spmd.engine.program.metas import Spec, infer
 from spmd.torch_internals import (
     DataDependentOutputException,
+    DispatchKey,
     DynamicOutputShapeException,
+    ForceDispatchKeyGuard,
+    excluded_keys,
     has_kernel,
+    included_keys,
     to_copy,
 )
 
@@ -283,4 +287,17 @@ def _on_driver(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return tree
 
     kwargs = {name: here(each) for name, each in kwargs.items() if name not in ("device", "pin_memory")}
-    return there(operator(*here(args), **kwargs))
+    args = here(args)
+    with _lazy_views():
+        made = operator(*args, **kwargs)
+    return there(made)
+
+
+def _lazy_views() -> Any:
+    """Resolve lazy conjugates and negatives in kernels inside: ``__torch_dispatch__`` runs without the
+    dispatch keys that do so, and a kernel would read what is in memory.
+    """
+    excluded = excluded_keys()
+    for key in (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor):
+        excluded = excluded.remove(key)
+    return ForceDispatchKeyGuard(included_keys(), excluded)

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from rpc.runtime.interrupts import is_interruption
 from rpc.runtime.torch_internals import pytree
+from spmd.engine.driver.operation import Operation
 from spmd.engine.program.layouts import chunks, is_local, is_shard, local_shape
 from spmd.engine.program.metas import Spec, contiguous_stride, infer
 from spmd.engine.program.program import REPLICATED, Layout, MeshKey, Meta
@@ -222,7 +223,8 @@ def _ask_dtensor(call: OperatorCall, key: MeshKey) -> tuple[tuple[Layout, ...], 
         propagator.op_single_dim_strategy_funcs,
     )
     tried = math.prod(len(meta.shape) + 1 for meta in call.tensors)
-    if tried > _MOST_TRIED and not any(call.op in table for table in tables):
+    has_rule = any(call.op in table for table in tables)
+    if tried > _MOST_TRIED and not has_rule:
         raise _NoRuleError("it has no rule")
     mesh = _mesh(key)
     whole = (Replicate(),) * len(key.shape)
@@ -233,6 +235,8 @@ def _ask_dtensor(call: OperatorCall, key: MeshKey) -> tuple[tuple[Layout, ...], 
         return DTensorSpec(mesh, placements, known, use_strided_shard_as_shard_order=False)
 
     args, kwargs = pytree.tree_map_only(Meta, spec, _from_the_first(call))
+    if not has_rule:
+        args, kwargs = _with_usual_numbers(call.op, args, kwargs)
     args = tuple(list(each) if isinstance(each, tuple) else each for each in args)
     if functional_name(call.op) in _ALL_IF_EMPTY and args[1:] and args[1] == []:
         args = (args[0], None, *args[2:])
@@ -283,6 +287,25 @@ def _ask_of_others(call: OperatorCall, key: MeshKey) -> tuple[tuple[Layout, ...]
     )
     of_kept = iter(needed)
     return tuple(REPLICATED if each.shape == _NOTHING else next(of_kept) for each in call.tensors), placed
+
+
+_USUAL: Final[dict[type, int | float]] = {int: 2, float: 0.5}
+
+
+def _with_usual_numbers(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with other numbers where these may change from run to run: what an operator is
+    composed of may leave out a tensor for some, such as the added one for ``beta=0``. The operator itself
+    still takes it, and the next run adds it.
+    """
+    numbers = Operation.of(op).numbers
+
+    def usual(key: int | str, each: Any) -> Any:
+        return _USUAL.get(type(each), each) if key in numbers else each
+
+    named = {name: usual(name, each) for name, each in kwargs.items()}
+    return tuple(usual(place, each) for place, each in enumerate(args)), named
 
 
 _DIMENSIONS: Final = ("dim", "dims", "dim0", "dim1", "dim2", "dimension")

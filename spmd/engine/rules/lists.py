@@ -69,7 +69,8 @@ def _of_first(first: Meta, *others: Meta) -> Layout:
     whole.
     """
     layout = first.layout
-    shape = torch.broadcast_shapes(first.shape, *(each.shape for each in others))  # type: ignore[no-untyped-call]
+    shapes = first.shape, *(each.shape for each in others)
+    shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]  # untyped in torch
     if layout.mesh is None or shape != first.shape:
         return REPLICATED
     return Layout.of(

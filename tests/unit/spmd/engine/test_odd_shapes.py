@@ -96,6 +96,7 @@ def cases() -> Iterator[Any]:
         yield case(aten._foreach_mm.default, [where, last], [r(4, 4)], [r(4, 4)])
         yield case(aten._foreach_powsum.Scalar, [where], [r(5, 4)])
     yield case(aten._foreach_add.List, [first], [r(4)], [r(3, 4)])
+    yield case(aten.addmv.default, [first, None, first], r(5), r(5, 4), r(4), beta=0)
 
 
 @pytest.mark.parametrize(("op", "where", "args", "kwargs"), list(cases()))

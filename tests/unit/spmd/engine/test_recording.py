@@ -56,6 +56,13 @@ def there(*numbers: float) -> Tensor:
     return torch.tensor(numbers).to(current.DEVICE)
 
 
+def test_what_is_computed_on_the_driver_conjugates_as_elsewhere(both: tuple[Session, InlinePort]) -> None:
+    points, values = torch.randn(3, 5, 2, dtype=torch.complex64), torch.randn(3, 5, 2, dtype=torch.complex64)
+    here = torch.linalg.lstsq(points, values, driver="gelss")
+    found = torch.linalg.lstsq(points.to(current.DEVICE), values.to(current.DEVICE), driver="gelss")
+    torch.testing.assert_close(found.residuals.cpu(), here.residuals)
+
+
 def test_nothing_runs_before_somebody_asks(both: tuple[Session, InlinePort]) -> None:
     session, port = both
     x = there(1, 2) * 3
