@@ -11,7 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from farcall.observe.reading.state import JobState, WorkerState, number, whole
+from farcall.observe.reading.state import (
+    JobState,
+    WorkerState,
+    kinds_of_objects,
+    number,
+    whole,
+    with_class,
+)
 
 __all__ = ["Task", "TaskStream"]
 
@@ -95,9 +102,8 @@ class TaskStream:
 
     def seed(self, job: JobState) -> None:
         """Take in the rings of workers: the calls that have begun and ended before the first look."""
-        found: list[Task] = []
-        for worker in job:
-            found += _of_ring(worker)
+        kinds = kinds_of_objects(job.workers)
+        found = [task for worker in job for task in _of_ring(worker, kinds)]
         for task in sorted(found, key=lambda each: each.began)[-MAX_TASKS // 2 :]:
             self._add(task)
 
@@ -162,7 +168,7 @@ def _request_states(job: JobState) -> dict[_Key, str]:
     }
 
 
-def _of_ring(worker: WorkerState) -> Iterator[Task]:
+def _of_ring(worker: WorkerState, kinds: Mapping[str, str]) -> Iterator[Task]:
     begun: dict[tuple[object, object], Task] = {}
     for record in worker.records:
         fields = record.fields
@@ -170,7 +176,7 @@ def _of_ring(worker: WorkerState) -> Iterator[Task]:
         match fields.get("kind"):
             case "call begun":
                 began = min(_wall(worker, fields.get("began")), number(fields.get("at")))
-                what, to = str(fields.get("what")), str(fields.get("to"))
+                what, to = str(with_class(fields.get("what"), kinds)), str(fields.get("to"))
                 begun[which] = Task("call", to, worker.name, what, began)
             case "call ended" if which in begun:
                 task = begun.pop(which)

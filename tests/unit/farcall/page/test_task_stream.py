@@ -71,10 +71,14 @@ def test_wait_in_a_group_is_a_task_of_its_worker() -> None:
 
 def test_ring_has_the_calls_from_before() -> None:
     def record(n: int, kind: str, at: float, **fields: Any) -> Record:
-        return Record(n, {"kind": kind, "at": at, "id": 1, "to": "worker1", "what": "train", **fields})
+        return Record(n, {"kind": kind, "at": at, "id": 1, "to": "worker1", **fields})
 
-    begun = record(1, "call begun", WALL - 9, began=NOW - 10)
+    what = "method 'pull' of object worker1 #3"
+    begun = record(1, "call begun", WALL - 9, began=NOW - 10, what=what)
+    owner = worker(1)
+    own = {"creator": owner.incarnation, "number": 3, "type": "Server"}
     stream = TaskStream()
-    stream.seed(job(worker(0, records=(begun, record(2, "call ended", WALL - 5)))))
+    caller = worker(0, records=(begun, record(2, "call ended", WALL - 5)))
+    stream.seed(job(caller, worker(1, rref={"owned": [own]})))
     task = only(stream)
-    assert (task.began, task.ended, task.how) == (WALL - 10, WALL - 5, "done")
+    assert (task.what, task.began, task.ended, task.how) == ("Server.pull", WALL - 10, WALL - 5, "done")
