@@ -12,7 +12,17 @@ from farcall.observe.format.frozen_stacks import FROZEN_SECONDS, Stack
 from farcall.observe.format.layout import Beat
 from farcall.observe.format.positions import Position
 
-__all__ = ["JobState", "Position", "Process", "ThreadState", "WorkerState", "owned_objects", "with_methods"]
+__all__ = [
+    "JobState",
+    "Position",
+    "Process",
+    "ThreadState",
+    "WorkerState",
+    "kinds_of_objects",
+    "owned_objects",
+    "with_class",
+    "with_methods",
+]
 
 _METHOD_OF_OBJECT: Final = re.compile(r"method '(.+)' of object (.+ #\d+)")
 """How a caller describes a method of an object of unknown type."""
@@ -341,19 +351,27 @@ def with_methods(workers: Iterable[WorkerState]) -> tuple[WorkerState, ...]:
         for each in callee.requests
         if isinstance(each.get("what"), str)
     }
-    kinds = {name: each.get("type") for _, name, each in owned_objects(workers)}
-
-    def what(call: Mapping[str, Any], caller: WorkerState) -> object:
-        said = known.get(_key(call, caller), call.get("what"))
-        found = _METHOD_OF_OBJECT.fullmatch(said) if isinstance(said, str) else None
-        kind = None if found is None else kinds.get(found[2])
-        return said if found is None or not kind else f"{kind}.{found[1]}"
+    kinds = kinds_of_objects(workers)
 
     def described(caller: WorkerState) -> WorkerState:
-        calls = [{**call, "what": what(call, caller)} for call in caller.calls]
+        calls = [
+            {**call, "what": with_class(known.get(_key(call, caller), call.get("what")), kinds)}
+            for call in caller.calls
+        ]
         return replace(caller, snapshot={**caller.snapshot, "calls": calls})
 
     return tuple(described(each) if each.calls else each for each in workers) if known or kinds else workers
+
+
+def kinds_of_objects(workers: Sequence[WorkerState]) -> dict[str, str]:
+    """Return the types of the objects that workers own, by creator and number."""
+    return {name: str(each.get("type")) for _, name, each in owned_objects(workers) if each.get("type")}
+
+
+def with_class(what: object, kinds: Mapping[str, str]) -> object:
+    """Describe a method of an object of unknown type by class and name, if ``kinds`` has its type."""
+    found = _METHOD_OF_OBJECT.fullmatch(what) if isinstance(what, str) else None
+    return what if found is None or found[2] not in kinds else f"{kinds[found[2]]}.{found[1]}"
 
 
 def owned_objects(workers: Sequence[WorkerState]) -> Iterator[tuple[WorkerState, str, Mapping[str, Any]]]:
