@@ -147,22 +147,13 @@ def pass_of_this_thread() -> Any:
 
 
 def pass_of_other_thread(gradients: Sequence[Tensor | None]) -> Any:
-    """As ``pass_of_this_thread``, for a node that may run on a device's thread. Waits for its gradients
-    on other devices.
+    """As ``pass_of_this_thread``, for a node that may run on a device's thread. Waits for its gradients on
+    other devices: the engine has the streams of a node's own device wait, and no others.
     """
-    found = pass_of_this_thread()
-    _wait_for_other_devices(gradients)
-    return found
-
-
-def _wait_for_other_devices(gradients: Sequence[Tensor | None]) -> None:
-    """Wait for gradients on other devices than this thread's: the engine has the streams of a node's own
-    device wait for its gradients, and no others.
-    """
-    devices = {each.device for each in gradients if each is not None}
-    for device in devices:
+    for device in {each.device for each in gradients if each is not None}:
         if device.type not in _WITHOUT_THREAD and device.index != torch.accelerator.current_device_index():
             torch.accelerator.synchronize(device.index)
+    return pass_of_this_thread()
 
 
 def refuse_here() -> None:

@@ -162,15 +162,13 @@ class PickleCodec:
         if kind in _SCALARS or (kind in _SEQUENCES and _is_short_sequence(value)):
             return Payload({}, [_NONE if value is None else _pickle((value, ()), PROTOCOL)])
         try:
-            if whole:
-                pass
-            elif kind is Tensor:
+            if kind is Tensor and not whole:
                 usual = None if value.__dict__ else plain(value, _INLINE_ALONE)
                 if usual is not None:
                     if tracked is not None and len(usual) == _WITH_GRAD:
                         tracked.append(value)
                     return _with_buffers((None, usual))
-            elif kind in _SEQUENCES and (len(value) <= _SHORT or type(value[0]) in _TENSORS):
+            elif kind in _SEQUENCES and not whole and (len(value) <= _SHORT or type(value[0]) in _TENSORS):
                 taken = _take_tensors(value, {}, tracked)
                 if taken is not None:
                     items, _, tensors = taken

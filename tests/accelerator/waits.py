@@ -106,7 +106,7 @@ WAITS: Final = (
     Deletion(
         "a recv waits for gradients on other devices",
         "dist_autograd/device_threads.py",
-        "_wait_for_other_devices(gradients)",
+        "torch.accelerator.synchronize(device.index)",
         tests="test_gradients_are",
     ),
     Deletion(
