@@ -1,4 +1,4 @@
-"""The recording of one process for a trace, as ``trace_recorder.Recorder.stop`` returns it.
+"""The recording of one process for a trace, as ``recorder.Recorder.stop`` returns it.
 
 A part is a sequence of msgpack objects: a map with its origin, lists that are the fields of all records, one
 after another, and nil. Records are read from it repeatedly, and never held all at once, since there may be a
