@@ -61,12 +61,17 @@ from rpc.serialization.settings import allow_class, allow_function, allow_method
 from rpc.streaming import Stream, stream
 
 if TYPE_CHECKING:
-    from farcall.observe.tracing import trace as trace
-    from farcall.serving import serve as serve
+    import os
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from rref.names import find as find
     from rref.names import remove_name as remove_name
     from rref.reference import RRef as RRef
     from rref.remote import remote as remote
+
+    serve: _Any
+    trace: Callable[[str | os.PathLike[str]], AbstractContextManager[None]]
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",

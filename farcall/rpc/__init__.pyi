@@ -1,4 +1,7 @@
 from rpc import *
+
+# isort: split
+from farcall.serving import serve as serve
 from rpc import api as api
 from rpc import device_maps as device_maps
 from rpc import errors as errors
