@@ -64,13 +64,22 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
     from contextlib import AbstractContextManager
+    from typing import Protocol
 
     from rref.names import find as find
     from rref.names import remove_name as remove_name
     from rref.reference import RRef as RRef
     from rref.remote import remote as remote
 
-    serve: _Any
+    class _Server(AbstractContextManager["_Server"], Protocol):
+        port: int
+        metrics_port: int | None
+
+        def stop(self, grace: float | None = None) -> int: ...
+
+        def wait(self, timeout: float | None = None) -> bool: ...
+
+    serve: Callable[..., _Server]
     trace: Callable[[str | os.PathLike[str]], AbstractContextManager[None]]
 
 __all__ = [
