@@ -8,7 +8,7 @@ import os
 import socket
 from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from farcall.compat.own_source import installed_imports
 
@@ -34,6 +34,9 @@ def become_a_worker(number: int, program: Path | None) -> bool:
     for name in ("farcall.elastic", "farcall.rpc", *_imports(program)):
         with contextlib.suppress(Exception):  # the program imports it again, and shows the error
             import_module(name)
+    with contextlib.suppress(Exception):
+        torch: Any = import_module("torch")
+        torch.optim.SGD([torch.zeros(())], 0.1)  # imports what the first optimizer of a process needs
     with socket.socket(fileno=number) as launcher:
         with contextlib.suppress(OSError):  # the launcher may have sent the line already, and closed its end
             launcher.sendall(READY)

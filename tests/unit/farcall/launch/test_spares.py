@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from typing import Any
 
@@ -11,6 +12,18 @@ from farcall.launch import spares
 from farcall.launch.spares import Spares
 
 FAILS = "import os, sys; print('no such package', file=sys.stderr); os.getppid() and sys.exit(3)"
+IMPORTS = """
+import socket, sys
+from farcall.launch.spare_process import become_a_worker
+
+ours, theirs = socket.socketpair()
+ours.sendall(b"{}\\n")
+assert become_a_worker(theirs.detach(), None)
+known = set(sys.modules)
+import torch, farcall.elastic
+torch.optim.SGD([torch.zeros(())], 0.1)
+print(sorted(set(sys.modules) - known))
+"""
 IS_READY = "import socket, sys; socket.socket(fileno=int(sys.argv[1].partition('=')[2])).send(b'r'); input()"
 
 
@@ -75,3 +88,8 @@ def test_spare_that_the_system_refuses_is_told_once(
     kept.keep()
     kept.keep()
     assert capsys.readouterr().err.count("a spare process cannot be started") == 1
+
+
+def test_spare_has_imported_what_an_elastic_job_and_its_first_optimizer_need() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
