@@ -102,7 +102,7 @@ def check_flat(seen: list[Any]) -> None:
 
 
 def test_counts_stay_the_same_on_the_driver_and_on_workers(run_workers: RunWorkers) -> None:
-    seen, *_ = run_workers(train_on_many_lengths, 3, args=(30, 60, 4), time_limit=240)
+    seen, *_ = run_workers(train_on_many_lengths, 3, args=(60, 120, 4), time_limit=240)
     check_flat(seen)
     assert all(each["LinkedProgram"] <= 4 for each in seen[1][0])
 

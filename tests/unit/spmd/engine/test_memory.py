@@ -42,14 +42,14 @@ def check_programs(steps: list[EngineStep]) -> None:
 def test_programs_of_old_lengths_are_forgotten_everywhere() -> None:
     with inline_session(PROGRAMS) as (session, port):
         weight = torch.ones(4, 1).to(DEVICE).requires_grad_()
-        for length in range(1, 31):
+        for length in range(1, 61):
             train(weight, length)
             session.recorder.flush()
         session.sync()
         check_programs(port.steps)
         port.steps.clear()
         before = living()
-        for length in range(31, 91):
+        for length in range(61, 181):
             train(weight, length)
             session.recorder.flush()
         session.sync()
