@@ -3,7 +3,6 @@
 #   make demo         train a model with one parameter server and two trainers
 #   make test         lint and the tests, side by side
 #   make test-more    the examples, models and benchmarks, and PyTorch/XLA's names, of which `make test` has some
-#   make test-all     both, side by side, as CI runs them
 #   make test-fast    the tests that need no processes of their own
 #   make test-nightly what is slow and rarely finds anything: more examples of each kind, 3,000 random programs
 #   make lint         ruff and mypy
@@ -47,7 +46,7 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in $(if $(VIRTUAL_ENV),python3) python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: demo test test-more test-all test-fast test-nightly test-newest test-newest-smoke test-devices test-engines test-grpc test-gpu lint conformance proto docs pictures bench clean distclean setup
+.PHONY: demo test test-more test-fast test-nightly test-newest test-newest-smoke test-devices test-engines test-grpc test-gpu lint conformance proto docs pictures bench clean distclean setup
 
 demo: $(RUNS)
 	@$(BIN)/python examples/parameter_server.py
@@ -76,10 +75,6 @@ endif
 
 test-more: $(READY)
 	$(SIDE_BY_SIDE) $(addprefix test-part-,$(PARTS_OF_MORE))
-
-# No core waits for the end of one of them.
-test-all: $(READY)
-	$(SIDE_BY_SIDE) $(addprefix test-part-,$(PARTS) $(PARTS_OF_MORE)) lint test-newest-smoke
 
 test-part-more-%: $(READY)
 	$(BIN)/python -m pytest -m "not nightly" $(FOLDERS_more-$*)
