@@ -145,7 +145,7 @@ def own_lines(said: str) -> list[str]:
 def reason(said: str) -> str:
     """Why a launcher has ended, as it says itself."""
     lines = [line for line in own_lines(said) if line.startswith("farcall: ")]
-    last = [line for line in lines if " run here; they meet at " not in line]
+    last = [line for line in lines if " here; they meet at " not in line]
     return last[-1] if last else ""
 
 
@@ -155,7 +155,7 @@ def try_once(
     """Run a job and kill a process of it; whether it ended as it should, what was killed, and the seconds."""
     job = Job(folder, number, hosts)
     began = time.monotonic()
-    mark = chance.choice(["", "run here", "run here"])
+    mark = chance.choice(["", "here; they meet at", "here; they meet at"])
     while mark and mark not in job.said(0) and time.monotonic() - began < bound:
         time.sleep(0.05)
     time.sleep(chance.uniform(0, 12))

@@ -268,7 +268,7 @@ def test_private_doors_make_calls() -> None:
 
 
 @in_processes(1)
-def test_an_import_of_a_refused_name_says_what_to_use() -> None:
+def test_an_import_of_a_refused_name_says_so() -> None:
     from farcall import compat
 
     compat.install()
@@ -277,12 +277,12 @@ def test_an_import_of_a_refused_name_says_what_to_use() -> None:
         "from torch._C._distributed_rpc import enable_gil_profiling",
     ):
         with pytest.raises(
-            ImportError, match=r"cannot import name 'enable_gil_profiling' .* run `farcall why`"
+            ImportError, match=r"cannot import name 'enable_gil_profiling' .* no counterpart of torch"
         ):
             exec(statement)
-    with pytest.raises(ImportError, match=rf"{RPC}\.api\._finalize_shutdown: rpc\.shutdown\(\) does this"):
+    with pytest.raises(ImportError, match=rf"no counterpart of {RPC}\.api\._finalize_shutdown"):
         exec(f"from {RPC}.api import _finalize_shutdown")
-    with pytest.raises(ModuleNotFoundError, match=r"_utils: rpc\.init_rpc and rpc\.shutdown manage"):
+    with pytest.raises(ModuleNotFoundError, match=rf"no counterpart of {RPC}\._utils"):
         exec(f"import {RPC}._utils")
     assert not hasattr(importlib.import_module(RPC), "RemoteProfilerManager")
 

@@ -59,7 +59,7 @@ def test_all_is_started_again_though_the_others_workers_have_succeeded(
     assert [each.end() for each in both] == [0, 0], [each.said for each in both]
     assert f"[1] called worker0 in start {deaths}" in both[1].lines
     for rank, each in enumerate(both):
-        assert f"farcall: rank {rank} of 2 run here; they meet at {place} (restart {deaths})" in each.lines
+        assert f"farcall: rank {rank} of 2 runs here; they meet at {place} (restart {deaths})" in each.lines
         assert f"was killed by SIGKILL; all are started again ({deaths} of {deaths} restarts)" in each.said
 
 
