@@ -31,21 +31,23 @@ from types import (
     GetSetDescriptorType,
     MemberDescriptorType,
     MethodDescriptorType,
+    ModuleType,
 )
 from typing import Any, Final, Protocol, TypeVar, cast
 
 from rpc.errors import RemoteError
 from rpc.runtime.interrupts import is_interruption
-from rpc.serialization.failures import cut, encodable, text_of, type_name
+from rpc.serialization.failures import cannot_send, cut, encodable, text_of, type_name
 from rpc.serialization.kept_errors import noted
+from rpc.serialization.payload import Destination
 
 __all__ = [
-    "Bare",
+    "Partly",
     "add_note",
     "keep_text",
     "new_exception",
-    "reduce_bare",
     "reduce_exception",
+    "reduce_partly",
     "restore",
     "to_keep",
     "twin",
@@ -80,11 +82,14 @@ E = TypeVar("E", bound=BaseException)
 class Writing(Protocol):
     """The interface of the pickler that reducers use."""
 
+    to: Destination | None
     rebuilds_exceptions: bool
     sends_chains: bool
     links: dict[int, tuple[BaseException, bytes]]
 
     def apart(self, obj: Any) -> bytes: ...
+
+    def attempt(self, obj: Any) -> object: ...
 
 
 def reduce_exception(error: BaseException, pickler: Writing) -> Any:
@@ -187,24 +192,78 @@ def to_keep(error: E) -> E:
     return noted(copied, drops_handled=copied is not error)
 
 
-class Bare:
-    """An exception that is sent with its class and its text, as it cannot be pickled otherwise."""
+class Partly:
+    """An exception of which only the picklable parts are pickled.
 
-    def __init__(self, error: BaseException) -> None:
+    Args:
+        error: the exception.
+        bare: leave out all parts; ``args`` is the text.
+    """
+
+    def __init__(self, error: BaseException, *, bare: bool = False) -> None:
         self.error = error
+        self.bare = bare
 
 
-def reduce_bare(bare: Bare, pickler: Writing) -> Any:
-    """Reduce an exception to its class, its text and its chain; a note says that the rest is missing."""
-    error = bare.error
-    if _base_in_c(type(error)) is None:
-        raise TypeError(f"{type_name(type(error))} cannot be rebuilt from its state")
+def reduce_partly(partly: Partly, pickler: Writing) -> Any:
+    """Reduce an exception without its parts that cannot be pickled; notes list what is missing."""
+    error, bare = partly.error, partly.bare
+    kind = type(error)
+    if _base_in_c(kind) is None:
+        raise TypeError(f"{type_name(kind)} cannot be rebuilt from its state")
     needed = _needed(error)
     if isinstance(error, BaseExceptionGroup):
-        needed = (needed[0], error.message, [Bare(each) for each in error.exceptions])
-    note = "its arguments and attributes are missing: they cannot be pickled"
-    state: Any = needed[1:] or (text_of(error),), {}, {"__notes__": [note]}, _chain(error, pickler)
+        needed = (needed[0], error.message, [Partly(each, bare=bare) for each in error.exceptions])
+    if bare:
+        note = "its arguments and attributes are missing: they cannot be pickled"
+        state: Any = needed[1:] or (text_of(error),), {}, {"__notes__": [note]}, []
+        return new_exception, needed, (*state, *_lost_texts(error, state)), None, None, restore
+    if _reduces_itself(kind):
+        return _with_chain(_partial_reduction(error, pickler), error, pickler)
+    args, slots, attributes = _state(error)
+    notes = list(attributes.get("__notes__", ()))
+    if isinstance(error, BaseExceptionGroup):
+        args = (error.message, list(error.exceptions))
+        kept_args: list[Any] = list(needed[1:])
+    else:
+        kept_args = []
+        for place, value in enumerate(args):
+            why = _refusal(value, f"argument {place}", pickler)
+            kept_args.append(value if why is None else Unsent(value))
+            notes += [] if why is None else [f"argument {place} is missing: {why}"]
+    slots = dict(_sendable(slots, notes, pickler))
+    kept = dict(_sendable(attributes, notes, pickler))
+    missing = {
+        name: Unsent(value, dict(_sendable(_attributes(value), [], pickler)))
+        for name, value in attributes.items()
+        if name not in kept
+    }
+    if missing and not _has_same_text(error, (args, slots, kept)):
+        kept |= missing  # otherwise its text would be lost
+    kept["__notes__"] = notes
+    state = tuple(kept_args), slots, kept, _chain(error, pickler)
     return new_exception, needed, (*state, *_lost_texts(error, state)), None, None, restore
+
+
+class Unsent:
+    """A placeholder for a value that could not be sent; it prints like that value, and has those of its
+    attributes that can be sent.
+    """
+
+    def __init__(self, value: object, attributes: dict[str, Any] | None = None) -> None:
+        self.__dict__.update(attributes or {})
+        self._texts: list[str] = []
+        for function in (str, repr):
+            try:
+                self._texts.append(function(value))
+            except Exception:
+                self._texts.append(f"<{type_name(type(value))}>")
+
+    def __str__(self) -> str:
+        return self._texts[0]
+
+    def __repr__(self) -> str:
+        return self._texts[1]
 
 
 # ---- the parts of an exception
@@ -276,6 +335,48 @@ def _with_chain(reduced: Any, error: BaseException, pickler: Writing) -> Any:
         return reduced
     made_by, arguments, *state = reduced
     return made_by, arguments, (state[0] if state else None, notes, chain), None, None, restore_own
+
+
+# ---- the parts that can be sent
+
+
+def _partial_reduction(error: BaseException, pickler: Writing) -> Any:
+    made_by, arguments, attributes = _own_reduction(error)
+    notes = list(attributes.get("__notes__", ()))
+    kept = dict(_sendable(attributes, notes, pickler))
+    return made_by, arguments, kept | {"__notes__": notes}
+
+
+def _sendable(attributes: dict[str, Any], notes: list[str], pickler: Writing) -> Iterator[tuple[str, Any]]:
+    """Yield those attributes that can be pickled; the others are listed in the notes."""
+    for name, value in attributes.items():
+        why = _refusal(value, f"attribute '{name}'", pickler)
+        if why is None:
+            yield name, value
+        else:
+            notes.append(f"attribute '{name}' is missing: {why}")
+
+
+def _refusal(value: Any, what: str, pickler: Writing) -> Exception | None:
+    """Return why a value cannot be pickled; None if it can."""
+    try:
+        pickler.attempt(value)
+    except Exception as error:
+        return cannot_send(error, value, pickler.to, what, pickler.attempt)
+    return None
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    return {} if isinstance(value, (type, ModuleType)) else dict(getattr(value, "__dict__", {}))
+
+
+def _has_same_text(error: BaseException, state: tuple[Any, ...]) -> bool:
+    try:
+        rebuilt = new_exception(*_needed(error))
+        restore(rebuilt, state)
+        return str(rebuilt) == str(error)
+    except Exception:  # raised by the class's own methods
+        return False
 
 
 # ---- texts of exceptions whose own methods cannot print them any more
@@ -360,10 +461,10 @@ def _link_of(error: BaseException, pickler: Writing) -> bytes:
 
 
 def _pickled_apart(error: BaseException, pickler: Writing) -> bytes:
-    for attempt in (error, Bare(error)):
+    for attempt in (error, Partly(error), Partly(error, bare=True)):
         try:
             data = pickler.apart(attempt)
-        except Exception:  # it is sent bare
+        except Exception:  # a reduced version is tried next
             continue
         return data if len(data) <= _MAX_LINK_BYTES else b""
     return b""

@@ -2,9 +2,10 @@
 
 The caller gets an exception of the same type, with the same text, arguments, attributes, notes and causes;
 the callee's traceback, with those of its causes, is added as a note. ``exception_state`` describes how it is
-rebuilt. If one cannot be pickled, because of an argument or an attribute, or cannot be rebuilt from its
-state, because the class of an attribute is missing here, or methods of its own class that pickle calls fail,
-the caller gets one of the same class with the text as its argument, and a note that says so.
+rebuilt. Attributes that cannot be sent are left out, arguments that cannot be sent are replaced by
+placeholders that print in the same way, and notes say so. If an exception cannot be rebuilt from its state,
+because the class of an attribute is missing here, or methods of its own class that pickle calls fail, the
+caller gets one of the same class with the text as its argument.
 
 The caller gets a ``RemoteError`` with the same text and note if the class is missing here. It also does so
 for anything that is not an ``Exception`` (``SystemExit``, ``KeyboardInterrupt``, ``asyncio.CancelledError``),
@@ -32,7 +33,7 @@ import torch
 from rpc.errors import RemoteError, RpcError, SerializationError
 from rpc.runtime.interrupts import is_interruption
 from rpc.runtime.tracebacks import folded
-from rpc.serialization.exception_state import Bare, add_note, keep_text, new_exception, restore
+from rpc.serialization.exception_state import Partly, add_note, keep_text, new_exception, restore
 from rpc.serialization.failures import cut, encodable, text_of, type_name
 from rpc.serialization.functions import MAIN_NAMES
 from rpc.serialization.payload import EXCEPTION, Payload, Source
@@ -70,7 +71,7 @@ def shortened(header: dict[str, Any], reason: BaseException) -> dict[str, Any]:
 
 
 def _dump(error: Exception, dumps: Callable[[Any, object], Payload]) -> Payload | None:
-    for attempt in (error, Bare(error)):
+    for attempt in (error, Partly(error), Partly(error, bare=True)):
         with contextlib.suppress(BaseException):  # its own methods may raise anything
             return dumps(attempt, None)
     return None

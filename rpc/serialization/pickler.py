@@ -27,7 +27,7 @@ from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.torch_internals import OpOverload, OpOverloadPacket
 from rpc.serialization.arrays import reduce_array
 from rpc.serialization.carriers import Carrier, arrived, receiving
-from rpc.serialization.exception_state import Bare, reduce_bare, reduce_exception
+from rpc.serialization.exception_state import Partly, reduce_exception, reduce_partly
 from rpc.serialization.functions import (
     reduce_importable,
     reduce_method,
@@ -101,7 +101,7 @@ _BUILT_IN: Final[dict[type, Reducer]] = _by_cloudpickle() | {
     torch.nn.Module: note_module,
     torch.optim.Optimizer: note_optimizer,
     BaseException: reduce_exception,
-    Bare: reduce_bare,
+    Partly: reduce_partly,
 }
 
 

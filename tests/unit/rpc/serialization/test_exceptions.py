@@ -196,6 +196,7 @@ def test_a_text_arrives_though_it_needs_what_cannot_be_sent() -> None:
         assert isinstance(cause, NeedsItsLock)
         assert isinstance(member, NeedsItsLock)
         assert (str(cause), repr(cause), str(member), repr(member)) == ("cause", "cause", "member", "member")
+        assert member.connection.code == 14
         assert f"{__name__}.NeedsItsLock: member" in printed(arrived)
         sent = arrived
 
