@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -23,7 +23,19 @@ from farcall.launch.output import Output
 from farcall.launch.terminal import name_ranks, ranks_run, say
 from rpc.runtime.notices import Notices
 
-__all__ = ["Guard", "WorkerProcess", "WorkerProcesses"]
+__all__ = ["Guard", "WorkerProcess", "WorkerProcesses", "interrupts_blocked"]
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Start processes inside the block with SIGINT blocked. ``worker_main`` unblocks it: Ctrl-C during the start
+    of the interpreter would print a traceback of that start.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Guard:
@@ -128,6 +140,7 @@ class WorkerProcess:
             if self._guard is None and file is not None:
                 target = opened.enter_context(open(file, "ab"))
             if self._process is None:
+                opened.enter_context(interrupts_blocked())
                 self._process = subprocess.Popen(
                     self._command,
                     env={**os.environ, **environment},

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from farcall.launch.failures import signal_name
-from farcall.launch.processes import Guard
+from farcall.launch.processes import Guard, interrupts_blocked
 from farcall.launch.spare_process import FLAG, READY
 from farcall.launch.terminal import say
 
@@ -96,13 +96,14 @@ class _Spare:
         with contextlib.ExitStack() as if_it_fails, other:
             if_it_fails.enter_context(self._socket)
             flag = f"{FLAG}{other.fileno()}"
-            self.process = subprocess.Popen(
-                [*command[:place], flag, *command[place:]],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(other.fileno(),),
-                start_new_session=True,
-            )
+            with interrupts_blocked():
+                self.process = subprocess.Popen(
+                    [*command[:place], flag, *command[place:]],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(other.fileno(),),
+                    start_new_session=True,
+                )
             if_it_fails.pop_all()
         self._socket.setblocking(False)
         self._is_ready = False

@@ -20,6 +20,7 @@ if __name__ == "__main__":
     gc.disable()  # while packages are imported; main() turns it on
     if _ON_INTERRUPT is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports, without their traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it
 
 import farcall_guard
 

@@ -110,6 +110,20 @@ def test_lines_are_seen_at_once_signals_are_passed_on_and_workers_get_the_time_t
 
 
 @pytest.mark.fresh_interpreter
+def test_ctrl_c_while_the_interpreter_of_a_worker_starts_prints_no_traceback(
+    launchers: Launchers, tmp_path: Path
+) -> None:
+    interrupts = (
+        "import os, sys\nif 'farcall.launch.worker_main' in sys.orig_argv:\n    os.kill(os.getpid(), 2)\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(interrupts)
+    launcher = launchers("print('begun')", "-n 1", PYTHONPATH=str(tmp_path))
+    assert launcher.end() == 128 + signal.SIGINT
+    assert "Traceback" not in launcher.said
+    assert "begun" not in launcher.said
+
+
+@pytest.mark.fresh_interpreter
 @pytest.mark.parametrize("dynamic", ["", pytest.param("--dynamic", marks=pytest.mark.nightly)])
 def test_a_worker_that_does_not_end_is_killed_after_the_grace_and_named(
     launchers: Launchers, dynamic: str
