@@ -165,12 +165,12 @@ class Catalogue:
         if version is None:
             raise WeightsError(
                 f"version {number} of store '{self.name}' was given up before part {part} was written, as "
-                "another version became whole, or it was dropped"
+                "another version became whole, another writer was lost, or it was dropped"
             )
         if part not in version.parts or Writer(who, put) not in version.parts[part].writers:
             raise WeightsError(
                 f"worker '{who.name}' has not begun part {part} of version {number} of store '{self.name}', "
-                "or the version was given up since"
+                "or the version was given up since, as another writer was lost: put this part again"
             )
         return version
 

@@ -195,16 +195,24 @@ class Keeper:
         put: int = 0,
     ) -> None:
         """Write blocks of a part, for a writer of another host."""
+        writer = self._who(who)
         with self._lock:
-            version = self._catalogue.check_open(number, part, self._who(who), put)
+            version = self._catalogue.check_open(number, part, writer, put)
             targets = [self._tensor(version, name) for name, _ in blocks]
             writes = version.assembly.writes(part)
             self._figures.received += sum(each.nbytes for each in data)
-        for target, (name, box), local in zip(targets, blocks, data, strict=True):
-            where = box_from_wire(box)
-            if not any(own.contains(where) for own in writes.get(name, ())):
-                raise WeightsError(f"a block of {name!r} does not belong to part {part} of version {number}")
-            where.of(target).copy_(local)
+            version.writing.append(writer)
+        try:
+            for target, (name, box), local in zip(targets, blocks, data, strict=True):
+                where = box_from_wire(box)
+                if not any(own.contains(where) for own in writes.get(name, ())):
+                    raise WeightsError(
+                        f"a block of {name!r} does not belong to part {part} of version {number}"
+                    )
+                where.of(target).copy_(local)
+        finally:
+            with self._lock:
+                version.writing.remove(writer)
 
     def written(
         self, number: int, part: int, who: list[Any], metadata: dict[str, Any] | None = None, put: int = 0
@@ -436,10 +444,10 @@ class Keeper:
 
     def _who(self, wire: list[Any]) -> Who:
         """Return a caller of what has travelled: name, incarnation, and its process if that can use memory of
-        this one; None if it cannot.
+        this one; None if it cannot. One that has ever used it may use it still.
         """
         name, incarnation, *process = wire
-        if process:
+        if process and (process[0] is not None or incarnation not in self._processes):
             self._processes[incarnation] = process[0]
         return Who(name, incarnation)
 

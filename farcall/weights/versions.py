@@ -102,6 +102,7 @@ class Version:
         tainted: whether a worker that this one has lost sight of may still use its memory, which must not be
             used again then.
         leases: its leases.
+        writing: the workers whose blocks are copied into it here, each once for each call under way.
         serial: place in the order in which versions became whole; 0 while it is open.
         since: when it became whole, in seconds.
         copied: whether it was copied from another keeper, in one part; its writers may have had others.
@@ -115,6 +116,7 @@ class Version:
     memory: list[int] = field(default_factory=list)
     tainted: bool = False
     leases: set[Lease] = field(default_factory=set)
+    writing: list[Who] = field(default_factory=list)
     serial: int = 0
     since: float = 0.0
     copied: bool = False
@@ -155,15 +157,15 @@ class Version:
         ]
 
     def lose(self, who: Who, *, lives: bool) -> bool:
-        """Note that a worker is lost, which may still write if it ``lives``; returns whether the version
-        misses a part of it now.
+        """Note that a worker is lost, which may still write if it ``lives``, or its blocks are being copied;
+        returns whether the version misses a part of it now.
         """
         left = self.begun_by(who)
         for part in left:
             there = self.parts[part]
             there.writers = {each: done for each, done in there.writers.items() if done or each.who != who}
             there.lost = who.name
-        self.tainted |= bool(left) and lives
+        self.tainted |= bool(left) and (lives or who in self.writing)
         return bool(left)
 
     def missing(self) -> str:

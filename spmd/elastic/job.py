@@ -179,7 +179,8 @@ class Job:
 
         Use each as a context manager. Within its block everything that changes the state must follow from the
         step, since the block is run again if a member is lost: use ``attempt.indices`` in place of an
-        iterator over a loader.
+        iterator over a loader. If this raises in a newcomer that has no state yet, its modules may be left
+        half filled.
 
         Args:
             until: number of steps of the whole job; None for no limit.
@@ -427,7 +428,7 @@ def join(
     """Join the elastic job of this worker's dynamic RPC group, or found it.
 
     Returns when this worker is a member. A newcomer gets the state of the job in its first attempt, from
-    other members.
+    other members. If the job ends or they die in the middle, its modules may be left half filled.
 
     Args:
         sampler: draws the samples of each step; the same on all members.

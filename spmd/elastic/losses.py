@@ -7,6 +7,7 @@ as certain is explained in ``agreement``, "One job, never two".
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterable
@@ -18,7 +19,7 @@ from rpc.errors import NotInitializedError, RendezvousError, RpcError
 from rpc.group.peer import Peer
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import SharedStore
-from rpc.runtime.process_signs import stat_fields
+from rpc.runtime.process_signs import has_ended, stat_fields
 from spmd.elastic.errors import ElasticError
 
 __all__ = ["FINISHED", "LOG_SECONDS", "Losses", "Observer"]
@@ -155,10 +156,11 @@ class Losses:
             peer = self.peer(each)
             if peer is None or peer.lost is not None or each in self._processes:
                 continue
-            if peer.member.host == own_host and peer.link.process is not None:
-                fields = _stat(peer.link.process)  # None: it has just ended
-                start = _ENDED if fields is None else int(fields[_START])
-                self._processes[each] = peer.link.process, start
+            process = peer.link.process
+            if peer.member.host == own_host and process is not None and _has_own_proc():
+                fields = _stat(process)
+                if fields is not None or has_ended(process):  # it may only be hidden
+                    self._processes[each] = process, _ENDED if fields is None else int(fields[_START])
 
     def cut_off(self, workers: Collection[int], reason: str, released: threading.Event) -> None:
         """Cut off workers without which the others go on, so that they know of no death for certain from now
@@ -239,6 +241,14 @@ def _present(log: Log) -> set[int]:
     return {
         each.arrival.member.incarnation for each in log.read() if each.arrival is not None and each.is_present
     }
+
+
+def _has_own_proc() -> bool:
+    """Whether ``/proc`` has the processes of this PID namespace."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
 
 
 def _stat(process: int) -> list[str] | None:

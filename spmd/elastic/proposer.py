@@ -30,6 +30,10 @@ class Proposer:
         self._is_lost = views.losses.is_lost
         self._agent: Any = current_agent()
         self._blocked_since: float | None = None
+        self._asked_with = 0, 0
+        """The losses that were known when the group's log was asked last."""
+        self._next_try = 0.0
+        """When the members are frozen and the log is asked again with the same losses."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -67,8 +71,11 @@ class Proposer:
         views = self._views
         with views.changed:
             views.losses.take_in()
-            proposal = Proposal(self._core, views.living_newcomers())
             partners = self._core.partners()
+            losses = len(self._core.dead), sum(map(self._is_lost, partners))
+            if losses == self._asked_with and (left := self._next_try - monotonic()) > 0:
+                return left  # others have woken this thread
+            proposal = Proposal(self._core, views.living_newcomers())
         while missing := {each for each in proposal.to_ask(()) if not self._is_lost(each)}:
             for each, answer in views.ask(missing, Views.freeze, proposal.ballot).items():
                 if isinstance(answer, Report):
@@ -86,8 +93,9 @@ class Proposer:
             return _IDLE_SECONDS
         if not plan.may_go_on:
             self._ask_the_log(plan)
+            self._asked_with, self._next_try = losses, monotonic() + LOG_SECONDS
             return LOG_SECONDS  # or until there is another loss, or this one is certain
-        self._blocked_since = None
+        self._blocked_since, self._next_try = None, 0.0
         if plan.broken:
             reports = list(proposal.reports.values())
             for answer in views.ask(plan.broken, Views.resign, proposal.ballot, reports).values():

@@ -133,12 +133,15 @@ class Host:
         try:
             return self._enter(deadline)
         except BaseException:
-            if self._entering == {thread}:
-                with self.lock:
+            # Not if the host's own thread has the lock for long: it has found others.
+            if self._entering == {thread} and self.lock.acquire(timeout=_ASK_SECONDS):
+                try:
                     view = self.copy.view
                     if view is None or (view.members == (self.hosts.me,) and not self.copy.is_ready):
                         self.copy.deposed = True  # it adds no copy any more
                         self.give_up()
+                finally:
+                    self.lock.release()
             raise
         finally:
             self._entering.discard(thread)
@@ -264,7 +267,10 @@ class Host:
             if call.session == self.hosts.me:  # the caller may go on with its own arguments
                 args, kwargs = owned((what.args, dict(what.kwargs)), tracked=True)
                 what = what._replace(args=args, kwargs=kwargs)
-            acknowledged, self._acknowledged = tuple(self._acknowledged.items()), {}
+            for each, number in tuple(self._acknowledged.items()):
+                if copy.has_acknowledged(each, number):
+                    del self._acknowledged[each]
+            acknowledged = tuple(self._acknowledged.items())
             call = Call(call.session, call.number, call.answered, what, ended, acknowledged)
             try:
                 if (what.target, what.name) == (WHOLE, "workers"):
@@ -298,7 +304,7 @@ class Host:
         return VALUE, outcome.value
 
     def acknowledge(self, session: int, answered: int) -> None:
-        """Note for the next call which answers a caller has; see ``Call.acknowledged``."""
+        """Note which answers a caller has, for the next call that is run; see ``Call.acknowledged``."""
         self._acknowledged[session] = max(answered, self._acknowledged.get(session, 0))
 
     def _prepared(self, what: Method, is_lost: bool) -> Method:

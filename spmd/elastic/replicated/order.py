@@ -424,6 +424,10 @@ class Copy:
             found = self.known(call)
         return found
 
+    def has_acknowledged(self, session: int, answered: int) -> bool:
+        """Whether the copies know that a caller has its answers up to a call, or remember none of it."""
+        return self._floors.get(session, answered) >= answered
+
     def may_add(self, worker: int) -> bool:
         """Whether a worker can be a candidate."""
         return not (worker in self.gone or worker in self._view().members or worker in self._out)

@@ -139,6 +139,16 @@ def test_a_version_to_which_a_lost_writer_may_still_write_is_begun_again() -> No
     assert catalogue.freed() == [Freed(left, reusable=False)]
 
 
+def test_a_writer_in_the_middle_is_told_that_another_one_was_lost() -> None:
+    catalogue = Catalogue("policy", 2)
+    for part, who in ((0, A), (1, B)):
+        begin(catalogue, 1, part, who)
+    catalogue.lost(B)
+    begin(catalogue, 1, 1, Who("b", 3))
+    with pytest.raises(WeightsError, match="another writer was lost: put this part again"):
+        catalogue.written(1, 0, A)
+
+
 def test_a_version_that_a_later_one_overtakes_is_given_up() -> None:
     catalogue = Catalogue("policy", 2)
     stuck = begin(catalogue, 1, 0, B)

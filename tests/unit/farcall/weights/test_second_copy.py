@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -363,6 +364,45 @@ def test_a_loss_does_not_wait_for_the_lock(own: Agent) -> None:
         noticed.join(60)
         assert not noticed.is_alive()
     until(lambda: "is lost" in store.usage()["open"][1])
+    store.close()
+
+
+def test_memory_that_a_lost_reader_has_mapped_is_not_used_again_though_it_relays(own: Agent) -> None:
+    """It keeps another host's copy, and has asked this one for its blocks."""
+    copy = copy_of(own)
+    copy.bring(1, ["reader", 1, os.getpid()], 1)
+    copy.relay(1, ["reader", 1, None], 2)
+    copy.release(["reader", 1, None], 2, used=False)
+    copy._lose((Who("reader", 1), "it does not answer"))
+    copy.bring(3, ["reader", 2, None], 1)
+    assert copy.usage()["bytes"] == 64, "that of version 1 is kept for the next one"
+    copy.close()
+
+
+class Watched(torch.Tensor):
+    """A tensor that calls ``copying`` when it is copied."""
+
+    copying: ClassVar[Callable[[], object]]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            cls.copying()
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def test_memory_to_which_blocks_of_a_lost_writer_are_copied_is_not_used_again(
+    own: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Keeper("policy", own)
+    specs, writer = [["w", "float32", [2], [[[0], [2]]]]], ["writer", 1, None]
+    begun: Any = store.begin(1, [0, 1], specs, writer, insist=False)
+    lose = lambda: store._lose((Who("writer", 1), "it died"))  # noqa: E731
+    monkeypatch.setattr(Watched, "copying", lose, raising=False)
+    store.write(1, 0, writer, [["w", [[0], [2]]]], [torch.ones(2).as_subclass(Watched)])
+    assert "may still write" in store.usage()["open"][1]
+    again: Any = store.begin(1, [0, 1], specs, ["writer", 2, None], insist=False)
+    assert again[1] != begun[1], "it is in the same memory"
     store.close()
 
 

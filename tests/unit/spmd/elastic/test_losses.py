@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -86,19 +86,51 @@ def test_a_member_that_has_lost_all_others_learns_that_it_is_out_of_its_group() 
     assert not world.hooks.out
 
 
-def test_process_that_has_just_ended_is_known_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    member = SimpleNamespace(host="here")
+def ended_process() -> int:
     process = os.fork()
     if process == 0:
         os._exit(0)
     os.waitpid(process, 0)
-    peers: Any = {
-        2: SimpleNamespace(member=member, lost=None, link=SimpleNamespace(process=process)),
-        3: SimpleNamespace(member=member, lost="its connection", link=SimpleNamespace(process=process)),
-    }
-    monkeypatch.setattr(world.losses, "peer", peers.get)
-    monkeypatch.setattr(world.losses._agent.group.peers.own, "member", member, raising=False)
-    world.losses.watch_processes(peers)
-    assert world.losses.has_ended(2)
-    assert not world.losses.has_ended(3), "it was lost before, and may have lived on"
+    return process
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Losses]:
+    """Return the losses of a member that watches the process of worker 2, and of worker 3, which was lost."""
+
+    def watch(process: int) -> Losses:
+        world = World()
+        member = SimpleNamespace(host="here")
+        peers: Any = {
+            2: SimpleNamespace(member=member, lost=None, link=SimpleNamespace(process=process)),
+            3: SimpleNamespace(member=member, lost="its connection", link=SimpleNamespace(process=process)),
+        }
+        monkeypatch.setattr(world.losses, "peer", peers.get)
+        monkeypatch.setattr(world.losses._agent.group.peers.own, "member", member, raising=False)
+        world.losses.watch_processes(peers)
+        return world.losses
+
+    return watch
+
+
+def test_process_that_has_just_ended_is_known_to_have_ended(watch: Callable[[int], Losses]) -> None:
+    found = watch(ended_process())
+    assert found.has_ended(2)
+    assert not found.has_ended(3), "it was lost before, and may have lived on"
+
+
+def test_process_that_is_not_in_proc_may_live(
+    watch: Callable[[int], Losses], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hide(path: str) -> list[str]:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(losses, "stat_fields", hide)
+    assert not watch(os.getpid()).has_ended(2)
+
+
+def test_no_end_is_certain_if_proc_is_that_of_another_namespace(
+    watch: Callable[[int], Losses], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "readlink", lambda path: "1")
+    assert not watch(ended_process()).has_ended(2)

@@ -13,10 +13,10 @@ import pytest
 
 from rpc.agent.futures import Future
 from spmd.elastic.errors import ElasticError
-from spmd.elastic.replicated.host import Host
+from spmd.elastic.replicated.host import RAISED, Host
 from spmd.elastic.replicated.hosts import Status
 from spmd.elastic.replicated.machine import OBJECT, WHOLE, Method, ObjectMachine
-from spmd.elastic.replicated.order import Call, Done, Install, State, View
+from spmd.elastic.replicated.order import Call, Done, Install, OutdatedCallError, State, View
 
 TIME_LIMIT = 30.0
 
@@ -185,6 +185,44 @@ def test_worker_that_has_not_found_the_object_in_time_does_not_stand_by(group: G
     with pytest.raises(ElasticError, match="only 1 of the 1 workers"):
         first.enter(monotonic())
     assert first.hosts.by_name == {}
+
+
+def test_worker_that_gives_up_does_not_wait_for_its_other_thread(group: Group) -> None:
+    first = group.add(1)
+    first.hosts.is_complete = lambda answered: False  # type: ignore[method-assign]
+    errors: list[Exception] = []
+
+    def enter() -> None:
+        try:
+            first.enter(monotonic())
+        except ElasticError as error:
+            errors.append(error)
+
+    entering = threading.Thread(target=enter)
+    with first.lock:  # as while it brings its backups up to date
+        entering.start()
+        entering.join(60)
+        assert not entering.is_alive()
+    assert len(errors) == 1
+    assert first.hosts.by_name == {"kept": first}
+
+
+def test_acknowledgement_that_comes_before_a_call_that_is_not_run_is_not_lost(group: Group) -> None:
+    def keep(session: int, number: int) -> Call:
+        return Call(session, number, number, Method(OBJECT, "keep", (list,), {}))
+
+    first, second = group.add(1), group.add(2)
+    first.enter(monotonic() + TIME_LIMIT)
+    for made in (keep(9, 1), keep(8, 2)):
+        first.call(made, 0)
+    first.acknowledge(9, 2)
+    assert first.call(keep(8, 1), 0)[0] == RAISED, "its caller has given it up"
+    for host in (first, second):
+        assert host.copy.known(keep(9, 1)) is not None
+    first.call(keep(8, 3), 0)
+    for host in (first, second):
+        with pytest.raises(OutdatedCallError):
+            host.copy.known(keep(9, 1))
 
 
 def test_threads_of_a_worker_found_an_object_once(group: Group) -> None:
