@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -66,16 +67,19 @@ def main() -> int:
 
 def _mark_answers() -> None:
     """Have the program write a carriage return after each line that it reads from a terminal, as ``input()``
-    and ``pdb`` do: the terminal has begun a new line, of which the launcher knows nothing otherwise.
+    and ``pdb`` do: the terminal has begun a new line, of which the launcher knows nothing otherwise. Output
+    that the program has redirected has none.
     """
-    if sys.stdin is None or sys.stdout is None or not sys.stdin.isatty():
+    output = sys.stdout
+    if sys.stdin is None or output is None or not sys.stdin.isatty():
         return
     read = sys.stdin.readline
 
     def readline(size: int = -1, /) -> str:
         line = read(size)
-        if line.endswith("\n"):
-            sys.stdout.write("\r")
+        if line.endswith("\n") and sys.stdout is output:
+            with contextlib.suppress(OSError, ValueError):  # it may be closed
+                output.write("\r")
         return line
 
     sys.stdin.readline = readline  # type: ignore[method-assign]

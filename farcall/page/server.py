@@ -110,6 +110,8 @@ class Server:
         self._token = token
         self._ended: dict[str, PastJob] = {}
         """Jobs that are over, as they have been read, by id."""
+        self._without: dict[str, float] = {}
+        """When jobs that had no readable state were last written, by id."""
         self._watchers: dict[str, Watcher] = {}
         self._streams = 0
         self._stopping = False
@@ -366,12 +368,22 @@ class Server:
         here = await asyncio.to_thread(jobs, self._jobs_folder)
         watched = {name: each.past_job() for name, each in self._watchers.items()}
         known = {name: each for name, each in watched.items() if each is not None}
-        unread = [each for each in here if each.id not in known and each.id not in self._ended]
-        for folder in sorted(unread, key=lambda each: -each.written)[:_MAX_READ]:
+        unread = [
+            each
+            for each in here
+            if each.id not in known
+            and each.id not in self._ended
+            and self._without.get(each.id) != each.written
+        ]
+        for folder in sorted(unread, key=lambda each: (each.id in self._without, -each.written))[:_MAX_READ]:
+            self._without.pop(folder.id, None)
             found = past_job(analyze(await asyncio.to_thread(read_job, folder)))
             if found is not None:
                 (known if found.state == "running" else self._ended)[found.id] = found
+            else:
+                self._without[folder.id] = folder.written
         self._ended = {each.id: self._ended[each.id] for each in here if each.id in self._ended}
+        self._without = {each.id: self._without[each.id] for each in here if each.id in self._without}
         listed = sorted({**self._ended, **known}.values(), key=lambda each: -each.seen)
         return web.json_response({"shown": self._job.id, "jobs": [each.to_json() for each in listed]})
 

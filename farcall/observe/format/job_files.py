@@ -27,14 +27,23 @@ def open_file(path: Path) -> BinaryIO:
     return open(file, "rb")
 
 
-def write_private(path: Path, content: bytes) -> None:
+def write_private(path: Path, content: bytes, *, is_only_writer: bool = False) -> None:
     """Write a file that only this user can read, in one step, into a folder of this user.
+
+    Args:
+        path: the file, which is first written beside it, to a hidden file.
+        content: its content.
+        is_only_writer: whether nobody else writes this file: the hidden file always has the same name, and
+            one that was left by a process that was killed is replaced.
 
     Raises:
         OSError: it cannot be written, or the folder is another user's, or others can write to it.
     """
-    written = f".{path.name}.{secrets.token_hex(8)}"
+    written = f".{path.name}.{'new' if is_only_writer else secrets.token_hex(8)}"
     with own_folder(path.parent) as folder:
+        if is_only_writer:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(written, dir_fd=folder)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         file = os.open(written, flags, 0o600, dir_fd=folder)
         try:

@@ -29,26 +29,26 @@ class Orders:
     def __init__(self) -> None:
         self._handlers: dict[str, Callable[[dict[str, Any]], object]] = {}
         self._done: dict[str, float] = {}
-        self._folder: Path | None = None
-        self._changed = 0
+        self._seen: dict[str, tuple[int, int]] = {}
         self._began = time.time()
 
     def on(self, name: str, handler: Callable[[dict[str, Any]], object]) -> None:
         """Call ``handler`` with each order of a name, on the observing thread."""
         self._handlers[name] = handler
-        self._changed = 0
 
     def look(self, folder: Path) -> None:
-        """Follow new orders. Costs one call of ``stat`` if there are none."""
-        try:
-            changed = os.stat(folder).st_mtime_ns
-        except FileNotFoundError:  # the files have just been moved
-            return
-        if folder == self._folder and changed == self._changed:
-            return
-        self._folder, self._changed = folder, changed
+        """Follow new orders. Costs one call of ``stat`` for each name if there are none."""
         for name, handler in list(self._handlers.items()):
-            order = read_facts(folder / f"{name}{_SUFFIX}")
+            path = folder / f"{name}{_SUFFIX}"
+            try:
+                found = os.stat(path, follow_symlinks=False)
+            except OSError:  # none was given
+                continue
+            if self._seen.get(name) == (found.st_ino, found.st_mtime_ns):
+                continue
+            order = read_facts(path)
+            if order:  # otherwise it is read again: there may have been no descriptor for it
+                self._seen[name] = found.st_ino, found.st_mtime_ns
             given = order.get("given", 0.0)
             if isinstance(given, int | float) and given > self._done.get(name, self._began):
                 self._done[name] = given

@@ -72,7 +72,7 @@ def _read_file(path: Path, limit: int) -> bytes:
         limit: maximum size, in bytes.
     """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(file, "rb") as opened:
+    try:
         known = os.fstat(file)
         if not stat.S_ISREG(known.st_mode):
             raise LayoutError("it is no file")
@@ -80,7 +80,10 @@ def _read_file(path: Path, limit: int) -> bytes:
             raise LayoutError(f"it belongs to another user ({known.st_uid})")
         if known.st_size > limit:
             raise LayoutError(f"it has {known.st_size} bytes, more than any such file")
-        return opened.read(limit)
+        with open(file, "rb", closefd=False) as opened:
+            return opened.read(limit)
+    finally:
+        os.close(file)
 
 
 def read_worker(path: Path) -> WorkerState:
@@ -251,6 +254,8 @@ def _ask(worker: WorkerState, signs: Signs | None, waits: Mapping[str, float]) -
     try:
         if read_worker(Path(worker.file)).beat != worker.beat:
             return False
+        if 0 <= time.time() - os.stat(worker.file).st_mtime < FROZEN_SECONDS:
+            return False  # it looks, but cannot write
     except (LayoutError, OSError):
         return False
     return ask_for_stacks(worker.pid, thread, signs, number)

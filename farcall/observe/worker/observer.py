@@ -209,6 +209,8 @@ class Observer:
                 except OSError as error:  # a full disk, for example, may have room again later
                     logger.log(logging.DEBUG if failed else logging.INFO, _NOT_WRITTEN, self.path, error)
                     interval, failed, self._changed = _MAX_LOOK_SECONDS, True, True
+                    if self._file is not None:
+                        self._file.touch()
                 else:
                     with self._looks:
                         self._looks_written = self._looks_begun

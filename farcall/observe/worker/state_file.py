@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ __all__ = ["StateFile"]
 
 
 class StateFile:
-    """Writes one state file. For one thread.
+    """Writes one state file. ``move`` may be called from any thread, the rest from one.
 
     Args:
         path: the file; an existing file is replaced.
@@ -31,6 +33,7 @@ class StateFile:
     def __init__(self, path: Path) -> None:
         make_private(path.parent)
         self.path = path
+        self._lock = threading.Lock()
         self._snapshot: bytes | None = None
         self._earlier: bytes | None = None
 
@@ -50,11 +53,19 @@ class StateFile:
 
     def beat(self, beat: Beat) -> None:
         """Write the file, with this heartbeat; raises ``OSError``."""
-        write_private(self.path, pack_state(beat, self._snapshot, self._earlier))
+        with self._lock:
+            write_private(self.path, pack_state(beat, self._snapshot, self._earlier), is_only_writer=True)
+
+    def touch(self) -> None:
+        """Set the file's time, which needs no room and no descriptor: this process still looks."""
+        now = time.time()  # a reader compares it with this host's clock, a file system may have its own
+        with self._lock, contextlib.suppress(OSError):
+            os.utime(self.path, (now, now), follow_symlinks=False)
 
     def move(self, path: Path) -> None:
         """Rename the file; raises ``OSError``."""
         make_private(path.parent)
-        with contextlib.suppress(FileNotFoundError):  # it has not been written yet
-            os.rename(self.path, path)
-        self.path = path
+        with self._lock:
+            with contextlib.suppress(FileNotFoundError):  # it has not been written yet
+                os.rename(self.path, path)
+            self.path = path

@@ -75,6 +75,32 @@ def test_what_follows_an_answer_to_a_prompt_has_its_prefix(tmp_path: Path) -> No
     assert terminal.lines[-3:] == ["[0] name? Ann", "[0] hello Ann", ""]
 
 
+REDIRECTS = """
+import contextlib, io, sys
+
+file, closed = io.StringIO(), io.StringIO()
+closed.close()
+with contextlib.redirect_stdout(file):
+    answers = [sys.stdin.readline()]
+start = sys.stdout
+for sys.stdout in (None, closed, start):
+    if sys.stdout is start:
+        start.close()
+    answers.append(sys.stdin.readline())
+print(answers, [file.getvalue()], file=sys.stderr)
+"""
+
+
+def test_answers_write_nothing_to_redirected_output_and_need_none(tmp_path: Path) -> None:
+    program = tmp_path / "redirects.py"
+    program.write_text(REDIRECTS)
+    command = [sys.executable, "-m", "farcall", "launch", "-n", "1", str(program)]
+    with Terminal(command, 80, os.environ) as terminal:
+        terminal.type("a\nb\nc\nd\n")
+        assert terminal.end(60.0) == 0
+    assert r"['a\n', 'b\n', 'c\n', 'd\n'] ['']" in terminal.printed
+
+
 # ---- dynamic groups
 
 COMES_BACK = """

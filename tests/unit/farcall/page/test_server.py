@@ -187,6 +187,27 @@ def test_jobs_are_listed_as_long_as_their_files_are_kept(page: Page, tmp_path: P
     assert [each["id"] for each in json.loads(page.data("jobs")[2])["jobs"]] == ["7c2f"]
 
 
+def test_jobs_without_a_readable_state_keep_no_others_from_the_list(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_events_show_the_job_as_json_with_control_characters_escaped(page)  # the page's own is read
+    monkeypatch.setattr(server_module, "_MAX_READ", 1)
+    leave_job(tmp_path, "90ab", phase="left")
+    for path in (tmp_path / "90ab" / "here.1.1.state", tmp_path / "90ab"):
+        os.utime(path, (1.0, 1.0))
+    for job in ("aaaa", "bbbb"):
+        (tmp_path / job).mkdir(mode=0o700)
+
+    def listed() -> set[str]:
+        for _ in range(3):
+            page.data("jobs")
+        return {each["id"] for each in json.loads(page.data("jobs")[2])["jobs"]}
+
+    assert listed() == {"7c2f", "90ab"}
+    leave_job(tmp_path, "aaaa", phase="left")
+    assert listed() == {"7c2f", "90ab", "aaaa"}
+
+
 def test_requests_of_any_size_are_refused(page: Page) -> None:
     start = f"GET /api/jobs HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nAuthorization: Bearer {page.token}\r\n"
     assert b" 413 " in page.raw(f"{start}Content-Length: 100000000000\r\n\r\n".encode()).partition(b"\r\n")[0]

@@ -54,6 +54,7 @@ def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "j" / "large.state").write_bytes(b"FARCALLS" + bytes(MAX_FILE_BYTES))
     os.mkfifo(tmp_path / "j" / "fifo.state")
     (tmp_path / "j" / "link.state").symlink_to("/etc/passwd")
+    (tmp_path / "j" / "folder.state").mkdir()
     StateFile(tmp_path / "j" / "none.state").beat(Beat(1, 1.0, 1.0, 0, 0, 0.0))
     found = read_job(job_at(tmp_path, "j"))
     assert [each.name for each in found] == ["w"]
@@ -61,10 +62,18 @@ def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
         "empty.state",
         "large.state",
         "fifo.state",
+        "folder.state",
         "link.state",
         "none.state",
     }
     assert all(why for _, why in found.skipped)
+
+
+def test_reading_what_is_no_file_leaves_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / "j" / "folder.state").mkdir(parents=True)
+    before = os.listdir("/proc/self/fd")
+    read_job(job_at(tmp_path, "j"))
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_control_characters_are_escaped(tmp_path: Path) -> None:
@@ -160,6 +169,20 @@ def test_private_file_replaces_what_is_there_and_writes_into_no_other(tmp_path: 
     assert list(folder.iterdir()) == []
 
 
+def test_what_a_killed_writer_has_left_is_replaced(tmp_path: Path) -> None:
+    """The only writer of a file has only one other name for it, which is no name of a state file."""
+    folder = tmp_path / "job"
+    make_private(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_, **__: None)  # as if it were killed before it
+        for _ in range(2):
+            write_private(folder / "w.state", b"a", is_only_writer=True)
+    (left,) = folder.iterdir()
+    assert not left.name.endswith(".state")
+    write_private(folder / "w.state", b"b", is_only_writer=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"w.state": b"b"}
+
+
 def test_output_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank0.log")
     note_launch(tmp_path / "j", log_dir=str(tmp_path))
@@ -170,9 +193,11 @@ def test_output_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("waited", "asked"), [(0.0, 1), (0.14, 0), (None, 0)])
-def test_silent_process_that_may_wait_for_a_core_is_not_asked_for_its_stacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waited: float | None, asked: int
+@pytest.mark.parametrize(
+    ("waited", "looks", "asked"), [(0.0, False, 1), (0.14, False, 0), (None, False, 0), (0.0, True, 0)]
+)
+def test_silent_process_that_may_wait_for_a_core_or_cannot_write_is_not_asked_for_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waited: float | None, looks: bool, asked: int
 ) -> None:
     """Its interpreter may run while they are written, which can end it by SIGSEGV."""
     waits: list[dict[str, float]] = [{}, {}] if waited is None else [{"7": 1.0}, {"7": 1.0 + waited}]
@@ -182,7 +207,9 @@ def test_silent_process_that_may_wait_for_a_core_is_not_asked_for_its_stacks(
     signs = process_signs(os.getpid())
     assert signs is not None
     facts: dict[str, Any] = {"pid": os.getpid(), "start": signs.start, "host": socket.gethostname()}
-    write(tmp_path, "j", "a", name="w", rank=0, signal=61, observer=7, **facts)
+    path = write(tmp_path, "j", "a", name="w", rank=0, signal=61, observer=7, **facts)
+    if not looks:
+        os.utime(path, (1.0, 1.0))
     (found,) = read_job(job_at(tmp_path, "j"))
     assert found.process.alive
     assert len(calls) == asked

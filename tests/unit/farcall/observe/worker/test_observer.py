@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import socket
 import threading
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from farcall.observe.format.job_files import write_private
 from farcall.observe.reading.reader import read_worker
 from farcall.observe.reading.state import WorkerState
 from farcall.observe.worker.observer import Observer
@@ -88,3 +91,40 @@ def test_worker_whose_folder_is_gone_joins_all_the_same(observer: Observer, tmp_
     shutil.rmtree(tmp_path)
     observer.identify("other job", phase="running")
     observer.look_now()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
+def test_file_that_cannot_be_written_has_the_time_of_each_look(
+    observer: Observer, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    path = observer.path
+    assert path is not None
+    monkeypatch.setattr("farcall.observe.worker.state_file.write_private", fail)
+    while observer.look_now(0.1):
+        pass  # one that had begun before
+    for _ in range(2):
+        os.utime(path, (1.0, 1.0))
+        while os.stat(path).st_mtime == 1.0:
+            observer.look_now(0.1)
+
+
+def test_file_that_moves_while_it_is_written_is_in_one_folder(
+    observer: Observer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job" / "of_another_worker").touch()
+    moving = threading.Thread(target=observer.identify, args=("other",))
+
+    def write(path: Path, content: bytes, **options: bool) -> None:
+        if moving.ident is None:
+            moving.start()
+            moving.join(0.5)  # it may wait for the end of this
+        write_private(path, content, **options)
+
+    monkeypatch.setattr("farcall.observe.worker.state_file.write_private", write)
+    assert observer.look_now(SOON)
+    moving.join()
+    assert observer.look_now(SOON)
+    assert [path.parent.name for path in tmp_path.rglob("*.state")] == ["other"]
