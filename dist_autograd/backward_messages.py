@@ -4,7 +4,7 @@
 mark       root to a worker        these tensors of these messages take part; answered with the marks
                                    that follow from it, on any workers
 part       root to a worker        all is marked, including these tensors: begin; answered when the
-                                   part is done, or has failed
+                                   part is done, or has failed; the answer says whether it stepped
 whole part root to a worker        the same, if the part is about one message, whose gradients it
                                    carries; the answer may carry gradients for the root
 gradients  receiver to sender      the gradients of one message
@@ -77,7 +77,9 @@ class PartRequest(NamedTuple):
     message: int | None
     """For a whole part: the message whose gradients it carries."""
     optimizer: RRefId | None
-    """The object whose ``step`` is called at the end of the part, with the context's id."""
+    """The object whose ``step`` is called at the end of the part, with the context's id, unless it has to
+    wait for the end of the backward.
+    """
 
 
 def read_request(frame: Frame) -> PartRequest:

@@ -55,7 +55,8 @@ class Backwards:
         serializer: serializer of this worker.
         contexts: contexts of this worker.
         models: models of this worker under ``DistributedDataParallel``.
-        step: calls the ``step`` of an object of this worker, with the id of a context.
+        step: calls the ``step`` of an object of this worker, with the id of a context; false if that must
+            wait for the end of the backward.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Backwards:
         executor: Executor,
         contexts: Contexts,
         models: Models,
-        step: Callable[[RRefId, int], object],
+        step: Callable[[RRefId, int], bool],
     ) -> None:
         self._requests = calls.requests
         self._answers = calls.answers
@@ -176,11 +177,11 @@ class Backwards:
             return self._refuse, (peer, frame.call_id, self._over(peer, asked))
         if asked.message is not None:
             running.own.arrived(asked.message, peer, frame)
-        if asked.optimizer is not None:
-            running.step = partial(self._step, asked.optimizer, asked.context_id)
         self._enter(running)
         if running.own.progress.on(Event.BEGIN) is not Action.START:
             return self._refuse, (peer, frame.call_id, AutogradError("it is over, or has begun already"))
+        if asked.optimizer is not None:
+            running.step = partial(self._step, asked.optimizer, asked.context_id)
         return self._run_part, (running, frame.call_id, asked.marks)
 
     def _participant(self, root: Peer, asked: PartRequest, *, whole: bool) -> Participant | None:

@@ -99,12 +99,26 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
         autograd().backward(context_id, [root], retain_graph)
 
 
-def _perform_step(references: References, serializer: Serializer, rref: RRefId, context_id: int) -> None:
-    """Call the ``step`` of an optimizer of this worker, as other workers may do through a reference."""
-    optimizer = references.value(rref).get()
+def _perform_step(references: References, serializer: Serializer, rref: RRefId, context_id: int) -> bool:
+    """Call the ``step`` of an optimizer of this worker, as other workers may do through a reference.
+
+    Returns:
+        False if the optimizer must wait for the end of the backward, so that it has not been called.
+    """
+    value = references.value(rref)
+    if value.turns is not None or not value.is_ready:
+        why = "is still being made" if value.turns is None else "was made with concurrency="
+        raise AutogradError(
+            f"the optimizer RRef({references.id_text(rref)}) {why}, so it cannot step at the end of a "
+            "worker's part of a backward: call backward, and then step"
+        )
+    optimizer = value.get()
     if serializer.allow is not None:
         serializer.allow.check_method(optimizer, "step")
+    if getattr(optimizer, "waits_for_backward", False):
+        return False
     optimizer.step(context_id)
+    return True
 
 
 def install(agent: Agent) -> None:

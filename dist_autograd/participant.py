@@ -30,10 +30,10 @@ class Participant:
         whole: whether all its gradients arrive with its start, so that it waits for no worker.
 
     Attributes:
-        step: called at the end of the part; None for nothing.
+        step: called at the end of the part; returns whether it has performed a step. None for nothing.
     """
 
-    step: Callable[[], object] | None = None
+    step: Callable[[], bool] | None = None
 
     def __init__(self, key: Key, own: WorkerPass, root: Peer, messages: SentMessages, *, whole: bool) -> None:
         self.key = key
@@ -55,7 +55,7 @@ class Participant:
         self.own.run(self)
         if self.step is not None:
             self.own.progress.check()
-            self.step()
+            return Payload({"stepped": True} if self.step() else {}, [])
         if self._held_back is None:
             return Payload({}, [])
         origin, gradients, work = self._held_back

@@ -9,7 +9,7 @@ Usually it need not ask. A message to the context's creator includes the marks t
 they are found quickly. If all that takes part at a worker is one message to the root with such marks, its
 part is started by the gradients themselves: it needs nothing else.
 
-At the end of its part, a worker may perform the step of an optimizer (``Steps``): its own gradients are
+At the end of its part, a worker may perform the step of an optimizer (``Steps``), if its own gradients are
 complete then, while other workers may still compute theirs.
 """
 
@@ -49,7 +49,7 @@ class Steps:
 
     Attributes:
         optimizers: as given.
-        begun: the workers whose part has been started, and has not failed.
+        begun: the workers whose part has been started, and has neither failed nor ended without a step.
         done: those that have performed their step.
     """
 
@@ -182,7 +182,11 @@ class Root:
         if optimizer is not None:
             self._steps.begun.add(peer)
         own = self.own
-        self._messages.begin(part, self.key, own.context, own.retain_graph, marks, whole, optimizer)
+        try:
+            self._messages.begin(part, self.key, own.context, own.retain_graph, marks, whole, optimizer)
+        except BaseException:
+            self._steps.begun.discard(peer)
+            raise
 
     def _run_own(self, roots: Sequence[Tensor], nested: bool) -> None:
         gradients = list(map(torch.ones_like, roots))
@@ -246,8 +250,10 @@ class Root:
         message = answer.header.get("gradients")
         if type(message) is int:
             self.own.arrived(message, peer, answer)
-        if peer in self._steps.begun:
+        if peer in self._steps.begun and answer.header.get("stepped") is True:
             self._steps.done.add(peer)
+        else:
+            self._steps.begun.discard(peer)
         self._left.discard(peer)
         self.own.progress.on(Event.NEWS)
 

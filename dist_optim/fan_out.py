@@ -10,6 +10,7 @@ from dist_autograd.root import Steps
 from rpc.agent.futures import Future
 from rpc.agent.waiting import wait_futures
 from rpc.errors import WorkerLostError
+from rpc.group.peer import Peer
 from rpc.runtime.interrupts import is_interruption
 from rref import RRef
 from rref.proxy import RRefProxy
@@ -91,9 +92,12 @@ def _add_notes(error: Exception, doing: str, calls: Mapping[str, Future[Any]]) -
 
 def add_steps(error: Exception, steps: Steps) -> None:
     """Add notes about the steps that were to be performed by a backward pass which has failed."""
-    done = [f"'{peer.name}'" for peer in steps.done]
-    under_way = [f"'{peer.name}'" for peer in steps.begun - steps.done]
-    _add_outcomes(error, "step", done, under_way)
+    done, begun = steps.done.copy(), steps.begun.copy()  # parts that go on may still change them
+    _add_outcomes(error, "step", _names(done), _names(begun - done))
+
+
+def _names(peers: set[Peer]) -> list[str]:
+    return sorted(f"'{peer.name}'" for peer in peers)
 
 
 def _add_outcomes(error: Exception, doing: str, done: list[str], under_way: list[str]) -> None:

@@ -20,7 +20,7 @@ from rpc.errors import with_article
 from rpc.runtime import spans
 from rref import RRef
 
-__all__ = ["LocalOptimizer", "OptimizerFactory", "make_local_optimizer", "mark_as_copy"]
+__all__ = ["LocalOptimizer", "OptimizerFactory", "make_local_optimizer", "mark_as_copy", "mark_as_shard"]
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
@@ -30,6 +30,13 @@ def mark_as_copy(parameter: Tensor) -> None:
     there.
     """
     parameter.is_copy_of_another_workers = True  # type: ignore[attr-defined]
+
+
+def mark_as_shard(parameter: Tensor) -> None:
+    """Mark a parameter of a model that is differentiated by calls of its shards: its gradient may enter a
+    context after this worker's own part of the backward has ended.
+    """
+    parameter.is_shard_of_a_model = True  # type: ignore[attr-defined]
 
 
 class LocalOptimizer:
@@ -46,6 +53,10 @@ class LocalOptimizer:
         kwargs: keyword arguments.
         stale_gradients: whether a backward pass under way may continue with parameters that a step has
         changed.
+
+    Attributes:
+        waits_for_backward: whether this worker's gradients may be incomplete at the end of its part of a
+            backward.
     """
 
     def __init__(
@@ -59,6 +70,7 @@ class LocalOptimizer:
         stale_gradients: bool = True,
     ) -> None:
         self._parameters = list(parameters)
+        self.waits_for_backward = any(hasattr(each, "is_shard_of_a_model") for each in parameters)
         # A tensor's `data` shares its memory but not its version counter: a backward pass that needs the
         # parameter does not detect that it was changed.
         self._optimized = [each.data for each in parameters] if stale_gradients else self._parameters

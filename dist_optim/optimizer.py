@@ -136,8 +136,13 @@ class DistributedOptimizer:
         """Compute gradients as ``dist_autograd.backward`` does, and perform a step on each owner.
 
         An owner performs its step as soon as its own part of the backward pass is done: without a further
-        message, and while other workers still compute their gradients. So gradients cannot be clipped in
-        between, and if the backward pass fails on some worker, others may have performed their step.
+        round trip, and while other workers still compute their gradients. So gradients cannot be clipped in
+        between, and if the backward pass fails on some worker, others may have performed their step. Unlike
+        ``step``, which has the timeout of calls, such a step has none, as the backward pass has none.
+
+        Owners that do not take part, and those of shards of a ``ShardedModule``, step after the backward
+        pass. If a nested backward pass in this context, as in a hook, brings gradients to an owner that has
+        performed its step, that step lacks them: call ``backward`` and ``step`` in this case.
 
         Args:
             context_id: the id that ``dist_autograd.context`` returned.

@@ -392,7 +392,9 @@ class _Continuation:
         if source._arrival is None:
             return with_default_modes(run, self._callback, source)
         compute = functools.partial(with_default_modes, run, self._callback, source)
-        return source._arrival.go_on(compute, self.future._arrival)
+        # A call that is made again may have got its arrival since this was added.
+        following = self.future._arrival = source._arrival.following()
+        return source._arrival.go_on(compute, following)
 
 
 def _own_context() -> Context:

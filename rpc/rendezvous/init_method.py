@@ -369,7 +369,7 @@ class _TcpStore:
                     port_is_free, patience, remedy = False, 4 * patience, _STRANGERS_REMEDY
                     wrong_now = int("timed out" not in reason)
                     if wrong_now:
-                        found = self._wrong_answers()
+                        found = self._wrong_answers(waiting)
                         wrong_now = found if isinstance(error, TimeoutError) else max(wrong_now, found)
                         if found == _WRONG_ANSWERS:
                             reason = "it speaks another protocol"
@@ -486,8 +486,8 @@ class _TcpStore:
         Returns:
             Timeout in seconds for PyTorch's store to make its own connection.
         """
-        patience = min(_PROBE_SECONDS, max(0.05, waiting.remaining))
-        with socket.create_connection((self.host, self.port), patience) as connection:
+        address = self.host, self.port
+        with socket.create_connection(address, _at_most(_PROBE_SECONDS, waiting)) as connection:
             seconds = reverse_look_up_seconds(connection.getpeername()[0], connection.getsockname()[0])
         if seconds > _SLOW_NAMES_SECONDS:
             logger.warning(
@@ -498,16 +498,18 @@ class _TcpStore:
             )
         return _ANSWER_SECONDS + 4 * seconds
 
-    def _wrong_answers(self) -> int:
+    def _wrong_answers(self, waiting: StoreWait) -> int:
         """Return how many wrong answers the program that has the port gives: all if it sends text, first or
         answer to a request of HTTP; one if it closes the connection unasked; otherwise none. (PyTorch's store
         does not report that in time: it retries for longer than its timeout.)
         """
         try:
-            with socket.create_connection((self.host, self.port), _PROBE_SECONDS) as connection:
-                connection.settimeout(_ANSWER_SECONDS)
+            address = self.host, self.port
+            with socket.create_connection(address, _at_most(_PROBE_SECONDS, waiting)) as connection:
+                connection.settimeout(_at_most(_ANSWER_SECONDS, waiting))
                 with contextlib.suppress(TimeoutError):
                     return _WRONG_ANSWERS if connection.recv(1) else 1
+                connection.settimeout(_at_most(_ANSWER_SECONDS, waiting))
                 with contextlib.suppress(OSError):  # a store may close the connection now
                     connection.sendall(_REQUEST)
                     return _WRONG_ANSWERS if connection.recv(1) else 0
@@ -553,6 +555,11 @@ class _TcpStore:
             master_listen_fd=listener,
             use_libuv=self.use_libuv,
         )
+
+
+def _at_most(seconds: float, waiting: StoreWait) -> float:
+    """Return a timeout that hardly exceeds the deadline."""
+    return min(seconds, max(0.05, waiting.remaining))
 
 
 def _joined(host: str, port: int) -> str:

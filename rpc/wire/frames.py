@@ -56,7 +56,7 @@ __all__ = [
     "unpack_prefix",
 ]
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 """Version of the protocol; workers of different versions refuse each other."""
 
 MAGIC: Final = b"farcall"

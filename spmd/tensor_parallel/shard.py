@@ -24,7 +24,7 @@ from dist_autograd.api import current_context
 from dist_autograd.graph import Leaf
 from dist_autograd.installation import autograd
 from dist_autograd.leaves import owned
-from dist_optim.local_optimizer import LocalOptimizer, mark_as_copy
+from dist_optim.local_optimizer import LocalOptimizer, mark_as_copy, mark_as_shard
 from rpc.agent.border import Work
 from rpc.agent.futures import Future
 from rpc.errors import AutogradError
@@ -220,6 +220,7 @@ class ModelShard:
             (reset if initialize is None else initialize)(self.module)
         for parameter in self.module.parameters():
             twin = self._locals[parameter] = _local_twin(parameter)
+            mark_as_shard(twin)
             if self.rank and not _is_sharded(parameter):
                 mark_as_copy(twin)
 

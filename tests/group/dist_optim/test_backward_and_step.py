@@ -185,6 +185,21 @@ def test_the_error_of_an_optimizer_names_its_worker() -> None:
     assert changed(before, model.values())[:2] == [False, False]
 
 
+@pytest.mark.parametrize(
+    ("concurrency", "why"), [(None, "is still being made"), (1, "was made with concurrency=")]
+)
+@in_standing_group()
+def test_an_optimizer_that_a_call_would_wait_for_is_refused(concurrency: int | None, why: str) -> None:
+    model = Spread("worker1", "worker0", "worker0")
+    optimizer = DistributedOptimizer(optim.SGD, model.remote[0].remote_parameters(), lr=0.1)
+    optimizer.local_optimizers["worker1"] = rpc.remote("worker1", wait_at_gate, concurrency=concurrency)
+    rpc.rpc_sync("worker1", wait_for_arrivals, args=(1,))
+    with dist_autograd.context() as context_id, pytest.raises(BackwardError, match=why) as caught:
+        optimizer.backward_and_step(context_id, [model.remote[0](batches(1)[0]).sum()])
+    assert isinstance(caught.value.__cause__, AutogradError)
+    rpc.rpc_sync("worker1", open_gate)
+
+
 class FailsInBackward(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 4)

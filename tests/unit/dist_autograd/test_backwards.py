@@ -29,7 +29,9 @@ class Participating:
         on_find: called when the context is looked up.
         open: number of postponed activities.
         failures: what is answered.
-        steps: the steps performed: the optimizer's id, and that of the context.
+        answers: headers of the other answers.
+        steps: the steps that were asked for: the optimizer's id, and that of the context.
+        performs: whether they are performed.
     """
 
     def __init__(self) -> None:
@@ -39,13 +41,16 @@ class Participating:
         self.on_find: Callable[[], object] = lambda: None
         self.open = 0
         self.failures: list[BaseException] = []
+        self.answers: list[dict[str, Any]] = []
         self.steps: list[tuple[Any, ...]] = []
+        self.performs = True
         self._handlers: dict[int, Callable[[Peer, Frame], Any]] = {}
         hooks = SimpleNamespace(gone=[], awaited=[], closed=[])
         postponed = SimpleNamespace(begin=lambda: self._opened(1))
         activity = SimpleNamespace(postponed=postponed, postponed_ended=lambda: self._opened(-1))
         answers = SimpleNamespace(
-            fail=lambda peer, call_id, error: self.failures.append(error), answer=lambda *_: None
+            fail=lambda peer, call_id, error: self.failures.append(error),
+            answer=lambda peer, kind, call_id, payload: self.answers.append(payload.header),
         )
         requests = SimpleNamespace(accept=lambda request, run: (run, request), border=Border())
         executor = SimpleNamespace(submit=lambda task: task[0](task[1]))
@@ -63,8 +68,9 @@ class Participating:
         parts: Any = (calls, None, messages, hooks, activity, None, executor, contexts, models, step)
         self.backwards = Backwards(*parts)
 
-    def _performed(self, *step: Any) -> None:
+    def _performed(self, *step: Any) -> bool:
         self.steps.append(step)
+        return self.performs
 
     def _opened(self, change: int) -> None:
         self.open += change
@@ -78,10 +84,12 @@ class Participating:
 
     def receive(self, kind: int, header: dict[str, Any]) -> None:
         """Handle a message of the root, and what it leads to."""
+        self.handle(kind, header)()
+
+    def handle(self, kind: int, header: dict[str, Any]) -> Callable[[], object]:
+        """Handle a message of the root; returns what it leads to."""
         task = self._handlers[kind](root, Frame(kind, 1, header, []))
-        if task is not None:
-            function, argument = task
-            function(argument)
+        return (lambda: None) if task is None else lambda: task[0](task[1])
 
 
 def asked(message: int | None = None) -> dict[str, Any]:
@@ -128,6 +136,26 @@ def test_a_part_ends_with_the_step_that_its_start_asks_for() -> None:
     worker.receive(WHOLE_PART, asked() | {"object": [ROOT, 3]})
     assert worker.steps == [((ROOT, 3), CONTEXT)]
     assert not worker.failures
+
+
+@pytest.mark.parametrize(("performs", "said"), [(True, {"stepped": True}), (False, {})])
+def test_the_answer_to_a_part_says_whether_its_step_was_performed(
+    performs: bool, said: dict[str, Any]
+) -> None:
+    worker = Participating()
+    worker.performs = performs
+    worker.receive(WHOLE_PART, asked() | {"object": [ROOT, 3]})
+    assert worker.answers == [said]
+
+
+def test_a_second_start_of_a_part_does_not_change_its_step() -> None:
+    worker = Participating()
+    run = worker.handle(WHOLE_PART, asked())
+    worker.receive(WHOLE_PART, asked() | {"object": [ROOT, 3]})
+    assert "has begun already" in str(worker.failures[0])
+    run()
+    assert worker.answers == [{}]
+    assert not worker.steps
 
 
 def test_no_step_is_performed_for_a_pass_that_has_failed() -> None:

@@ -15,7 +15,7 @@ from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models
 from dist_autograd.graph import Mark
 from dist_autograd.recording import receive, send
-from dist_autograd.root import Root
+from dist_autograd.root import Root, Steps
 from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.border import Border
 from rpc.errors import AutogradError, BackwardError, ProtocolError, WorkerLostError
@@ -63,6 +63,9 @@ class Messages:
     def failure(self, peer: Peer, frame: Frame) -> BaseException:
         return BackwardError("it failed", peer.name)
 
+    def cancel(self, part: RemotePart, error: BaseException) -> None:
+        part.settle(error)
+
     def abort(self, key: object, peer: Peer, error: BaseException) -> None:
         self.aborted.append(peer)
 
@@ -71,7 +74,7 @@ def reply(header: dict[str, Any], kind: int = Kind.REPLY) -> Frame:
     return Frame(kind, 1, header, [])
 
 
-def run(messages: Messages) -> dict[Tensor, Tensor]:
+def run(messages: Messages, *steps: Steps) -> dict[Tensor, Tensor]:
     """A backward through a leaf that was sent to another worker, and what came back; the gradients."""
     context = Context(
         cast("Any", SimpleNamespace(requests=SimpleNamespace(border=Border()))), CONTEXT, ME, None
@@ -86,7 +89,7 @@ def run(messages: Messages) -> dict[Tensor, Tensor]:
         messages._answer = lambda: answer
     own = WorkerPass(context, False, Models())
     find = {ME: me, OTHER: other}.get
-    Root((ME, 1), own, me, cast("Any", messages), find).run([received.sum()])
+    Root((ME, 1), own, me, cast("Any", messages), find, *steps).run([received.sum()])
     return context.gradients()
 
 
@@ -104,6 +107,32 @@ def test_a_part_that_fails_ends_the_backward_everywhere(answer: Any, error: type
     with pytest.raises(error):
         run(messages)
     assert messages.aborted == [other]
+
+
+@pytest.mark.parametrize(
+    ("said", "stepped"), [({"stepped": True}, True), ({"stepped": 1}, False), ({}, False)]
+)
+def test_a_worker_has_stepped_if_its_answer_says_so(said: dict[str, Any], stepped: bool) -> None:
+    steps = Steps({other: (OTHER, 1)})
+    run(Messages(lambda: reply({"gradients": 0} | said)), steps)
+    assert steps.done == steps.begun == ({other} if stepped else set())
+
+
+def test_a_worker_that_was_not_asked_for_a_step_has_not_stepped() -> None:
+    steps = Steps({})
+    run(Messages(lambda: reply({"gradients": 0, "stepped": True})), steps)
+    assert not steps.done
+
+
+def test_no_step_is_under_way_if_the_start_of_its_part_cannot_be_sent() -> None:
+    class CannotSend(Messages):
+        def begin(self, part: RemotePart, *_: Any) -> None:
+            raise WorkerLostError("lost")
+
+    steps = Steps({other: (OTHER, 1)})
+    with pytest.raises(WorkerLostError):
+        run(CannotSend(lambda: reply({})), steps)
+    assert not steps.begun
 
 
 def test_a_part_that_runs_on_a_thread_of_its_own_ends_when_its_root_is_interrupted() -> None:

@@ -90,6 +90,23 @@ def test_training_gives_what_it_does_in_one_process(
     first_of(run_workers, task, world_size=shards + 1)
 
 
+def loss_there(outputs: Tensor) -> Tensor:
+    return outputs.square().sum()
+
+
+@in_standing_group(3)
+def test_backward_and_step_trains_the_shard_of_a_worker_that_computes_the_loss(worker: Worker) -> None:
+    model, alone = served_and_alone(worker, Mlp, MLP_PLAN)
+    ours = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=0.1)
+    x = torch.randn(4, WIDTH)
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", loss_there, args=(model(x),))
+        ours.backward_and_step(context_id, [loss + 0])
+    torch.autograd.backward(alone(x).square().sum())
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model.state_dict(), state_of(alone))
+
+
 @in_standing_group(3)
 def test_clipping_counts_replicated_parameters_once(worker: Worker) -> None:
     model, alone = served_and_alone(worker)

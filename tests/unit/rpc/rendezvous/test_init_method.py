@@ -24,6 +24,7 @@ from rpc.rendezvous import init_method
 from rpc.rendezvous.address import _address_towards
 from rpc.rendezvous.init_method import RankAndSize, _TcpStore, job_key, open_store, resolve_group
 from rpc.rendezvous.static import join_static
+from rpc.rendezvous.store import StoreWait
 from rpc.runtime.process_signs import ProcessSigns
 from tests.unit.rpc.rendezvous.conftest import Workers, in_thread, results
 
@@ -404,6 +405,20 @@ def test_store_of_this_host_whose_process_is_stopped_is_waited_for(monkeypatch: 
     ):
         open_store(f"tcp://127.0.0.1:{stopped.getsockname()[1]}", 0, 2, timeout=2)
     assert next(looks) > 1
+
+
+@pytest.mark.usefixtures("listeners_of_another_process")
+def test_a_silent_program_does_not_delay_the_end_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init_method, "_ANSWER_SECONDS", 3600.0)
+    monkeypatch.setattr(init_method, "process_signs", lambda _: ProcessSigns(True, False, 1, 1))
+    with socket.create_server(("127.0.0.1", 0)) as other, contextlib.ExitStack() as connections:
+        accepting = in_thread(accept_all, other, connections)
+        store = _TcpStore.of(f"tcp://127.0.0.1:{other.getsockname()[1]}", 1, 2, {})
+        opening = in_thread(store.open, StoreWait(0.2))
+        with pytest.raises(RendezvousTimeoutError, match=r"has not been reachable for 0\.2 s"):
+            opening.result(60)
+        other.shutdown(socket.SHUT_RDWR)
+        accepting.result(20)
 
 
 def accept_all(listener: socket.socket, connections: contextlib.ExitStack) -> None:
