@@ -28,8 +28,8 @@ __all__ = ["Guard", "WorkerProcess", "WorkerProcesses", "interrupts_blocked"]
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Start processes inside the block with SIGINT blocked. ``worker_main`` unblocks it: Ctrl-C during the start
-    of the interpreter would print a traceback of that start.
+    """Start processes inside the block with SIGINT blocked. ``worker_main`` unblocks it: Ctrl-C during the
+    start of the interpreter would print a traceback of that start.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
