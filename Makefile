@@ -55,11 +55,12 @@ demo: $(RUNS)
 MORE := tests/unit/benchmarks tests/group/farcall/xla tests/group/farcall/test_xla_names.py \
 	tests/group/spmd/engine/test_six_models.py tests/group/spmd/tensor_parallel/test_tensor_parallel_llama.py \
 	$(filter-out %/test_guide.py,$(wildcard tests/group/examples/test_*.py))
-PARTS := farcall spmd rpc others
-FOLDERS_farcall := tests/unit tests/group/farcall
+PARTS := unit spmd rpc farcall others
+FOLDERS_unit := tests/unit
+FOLDERS_farcall := tests/group/farcall
 FOLDERS_spmd := tests/group/spmd
 FOLDERS_rpc := tests/group/rpc
-FOLDERS_others := tests $(addprefix --ignore ,$(foreach part,farcall spmd rpc,$(FOLDERS_$(part))))
+FOLDERS_others := tests $(addprefix --ignore ,$(foreach part,unit farcall spmd rpc,$(FOLDERS_$(part))))
 PARTS_OF_MORE := more-examples more-others
 FOLDERS_more-examples := $(filter tests/group/examples/%,$(MORE))
 FOLDERS_more-others := $(filter-out tests/group/examples/%,$(MORE))
