@@ -14,28 +14,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from farcall.launch.failures import Failure, signal_name
 from farcall.launch.output import Output
 from farcall.launch.terminal import name_ranks, ranks_run, say
+from rpc.runtime.interrupts import interrupts_blocked
 from rpc.runtime.notices import Notices
 
-__all__ = ["Guard", "WorkerProcess", "WorkerProcesses", "interrupts_blocked"]
-
-
-@contextlib.contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Start processes inside the block with SIGINT blocked. ``worker_main`` unblocks it: Ctrl-C during the
-    start of the interpreter would print a traceback of that start.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+__all__ = ["Guard", "WorkerProcess", "WorkerProcesses"]
 
 
 class Guard:

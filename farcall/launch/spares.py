@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from farcall.launch.failures import signal_name
-from farcall.launch.processes import Guard, interrupts_blocked
+from farcall.launch.processes import Guard
 from farcall.launch.spare_process import FLAG, READY
 from farcall.launch.terminal import say
+from rpc.runtime.interrupts import interrupts_blocked
 
 __all__ = ["Spares"]
 

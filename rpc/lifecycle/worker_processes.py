@@ -42,6 +42,7 @@ from rpc.options import AgentOptions
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.current import current_agent, is_initialized
 from rpc.runtime.descendants import descendants, kill, mark, marked
+from rpc.runtime.interrupts import interrupts_blocked
 from rpc.runtime.notices import Notices, tell_of_start
 from rpc.runtime.tracebacks import fold_uncaught
 
@@ -353,11 +354,8 @@ def _uninterrupted() -> Iterator[None]:
 def _interrupts_later() -> Iterator[None]:
     """Postpone ``KeyboardInterrupt`` to the end of the block; a process started inside decides for itself."""
     resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with interrupts_blocked():
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- in a worker

@@ -25,11 +25,13 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import _thread
 import asyncio.unix_events
+import contextlib
 import ctypes
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final, TypeVar, cast
 
@@ -50,6 +52,18 @@ _ACTION_BYTES: Final = 256
 
 are_wrapped = False
 """Whether the handlers are wrapped that the program had installed before the first agent began."""
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT for this thread during the block. A process started inside unblocks it when it has set
+    what Ctrl-C does there: during the start of the interpreter, it would print a traceback of that start.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Mark:

@@ -357,17 +357,18 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
+def keep_model(worker: Worker) -> None:
+    init(worker)
+    Replicated(model, name="model")
+    worker.wait_for("end")
+
+
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
     return x, x.sum(1, keepdim=True)
 
 
 def test_distributed_optimizer_steps_all_copies_exactly_once(run_workers: RunWorkers) -> None:
-    def keep(worker: Worker) -> None:
-        init(worker)
-        Replicated(model, name="model")
-        worker.wait_for("end")
-
     def train(worker: Worker) -> Any:
         init(worker)
         handle = Replicated.find("model")
@@ -390,7 +391,7 @@ def test_distributed_optimizer_steps_all_copies_exactly_once(run_workers: RunWor
                     repeated += 1
         return handle.rpc_sync().state_dict(), repeated
 
-    workers = run_workers.start([keep, keep, train], 3, time_limit=60)
+    workers = run_workers.start([keep_model, keep_model, train], 3, time_limit=60)
     servers = {each.name: each for each in workers[:2]}
     servers.pop(workers[2].wait_for("forward")).kill()
     workers[2].tell("killed")
@@ -415,11 +416,6 @@ def kept_optimizers() -> list[bool]:
 
 
 def test_optimizer_ends_with_the_worker_that_has_made_it(run_workers: RunWorkers) -> None:
-    def keep(worker: Worker) -> None:
-        init(worker)
-        Replicated(model, name="model")
-        worker.wait_for("end")
-
     def make(worker: Worker) -> None:
         init(worker)
         DistributedOptimizer(optim.Adam, Replicated.find("model").remote_parameters(), lr=0.01)
@@ -438,7 +434,7 @@ def test_optimizer_ends_with_the_worker_that_has_made_it(run_workers: RunWorkers
             optimizer.step(context_id)
         return [rpc.rpc_sync(each, kept_optimizers) for each in handle.workers()]
 
-    workers = run_workers.start([keep, keep, make, go_on], 4, time_limit=60)
+    workers = run_workers.start([keep_model, keep_model, make, go_on], 4, time_limit=60)
     workers[2].wait_for("made")
     workers[2].kill()
     workers[3].tell("killed")
