@@ -43,7 +43,10 @@ _FORK_EXEC: Final[Callable[..., int]] = _posixsubprocess.fork_exec
 _PYTHON: Final = sys.executable
 _TRACKER: Final = "from multiprocessing.resource_tracker"
 _HARMLESS: Final = ("PYTHONPATH", "PYTHONUNBUFFERED")
-_PATH: Final = [each for each in sys.path if each.startswith((sys.base_prefix, sys.prefix))]
+_PATH: Final = [
+    each for each in sys.path if each.startswith((sys.base_prefix, sys.prefix)) or "site-packages" in each
+]
+"""What is installed: an environment may have another one's packages, too."""
 
 
 @dataclass(frozen=True)
