@@ -44,11 +44,11 @@ import os
 import select
 from _thread import LockType, allocate_lock
 from collections.abc import Callable
-from functools import partial
 from threading import get_ident
 from time import monotonic
 from typing import Any, Final, Protocol
 
+from rpc.errors import ProtocolError
 from rpc.runtime.blocking import wait_for
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
@@ -56,7 +56,7 @@ from rpc.runtime.tasks import Task
 from rpc.transport import byte_stream
 from rpc.transport.byte_stream import ONE, Number, ReceiveBuffer, Watch, raise_event, receive
 from rpc.wire.decoder import Decoder
-from rpc.wire.frames import Frame
+from rpc.wire.frames import Frame, read_whole
 
 __all__ = ["AVAILABLE", "LOOP", "Awaited", "Backoff", "InlineReader", "Receiver", "Spinners", "Turn", "spin"]
 
@@ -77,6 +77,8 @@ interrupt it.
 """
 _FIRST_PENALTY: Final = 4
 _LONGEST_PENALTY: Final = 256
+_FEW: Final = 4
+"""Maximum number of frames that arrive together and are not left to the loop."""
 _HOLDER: Final = 0
 
 _yield: Final[Callable[[], object]] = getattr(os, "sched_yield", int)
@@ -223,49 +225,7 @@ class Turn:
 
 LOOP: Final = Turn(0, False, -1, None)  # type: ignore[arg-type]  # nothing needs to be woken
 """Marker for all turns of the loop's thread."""
-
-
-class ReadLease:
-    """The lease of one connection. From any thread.
-
-    Attributes:
-        holder: function that returns the turn that holds the lease, or None.
-        offer: function that gives the lease to a turn if it is free, and returns the turn that holds it then.
-
-    Taking the lease is one operation of a dictionary. Elsewhere no call comes between reading the holder and
-    changing it: Python switches to other threads, finalizers or signal handlers at calls only.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[int, Turn] = {}
-        self.holder: Callable[[], Turn | None] = partial(self._held.get, _HOLDER)
-        self.offer: Callable[[Turn], Turn] = partial(self._held.setdefault, _HOLDER)
-
-    def take(self, turn: Turn) -> bool:
-        """Take the lease if it is free; returns whether ``turn`` holds it now."""
-        return self.offer(turn) is turn
-
-    def pass_to_loop(self, turn: Turn) -> bool:
-        """Pass the lease to the loop, on its thread, at the request of the thread whose turn it is; false if
-        the turn has ended.
-        """
-        held = self._held
-        try:
-            if held[_HOLDER] is turn:
-                held[_HOLDER] = LOOP
-                return True
-        except KeyError:
-            pass
-        return False
-
-    def leave(self, turn: Turn) -> None:
-        """Give up the lease, on the thread whose turn it is, if it still is."""
-        held = self._held
-        try:
-            if held[_HOLDER] is turn:
-                held.pop(_HOLDER, None)
-        except KeyError:
-            return
+LOOP.left_to_loop = False
 
 
 class Awaited:
@@ -334,7 +294,12 @@ class InlineReader:
         buffer: ReceiveBuffer,
         spinners: Spinners,
     ) -> None:
-        self.lease = ReadLease()
+        self._lease: dict[int, Turn] = {}
+        """The turn that holds the lease, if one does, under ``_HOLDER``.
+
+        Taking the lease is one operation of the dictionary. Elsewhere no call comes between reading the
+        holder and changing it: Python switches to other threads, finalizers or signal handlers at calls only.
+        """
         self.closed = False
         self.is_between_frames = False
         self.expected = False
@@ -383,7 +348,12 @@ class InlineReader:
 
         It calls ``decode`` with the number of bytes in the receive buffer, or ``deliver`` with frames.
         """
-        if not self.lease.pass_to_loop(turn):
+        lease = self._lease
+        try:
+            if lease[_HOLDER] is not turn:
+                return
+            lease[_HOLDER] = LOOP
+        except KeyError:  # the turn has ended
             return
         try:
             if self.closed:
@@ -394,21 +364,26 @@ class InlineReader:
                 decode(sum(count for count in turn.unread if count > 0))
         finally:
             self.is_between_frames = self._decoder.is_between_frames()
-            self._give_up(LOOP)
+            self._end(LOOP)
 
     def read_on_loop(self, read: Callable[[], bool]) -> bool:
         """Have the loop read, unless a thread does; returns whether there may be more, as ``read`` does."""
-        if not self.lease.take(LOOP):
+        if not self.take_lease():
             return False
         try:
             return read()
         finally:
             self.is_between_frames = self._decoder.is_between_frames()
-            self.lease.leave(LOOP)
+            if self._lease.get(_HOLDER) is LOOP:  # which only this thread changes
+                del self._lease[_HOLDER]
+
+    def take_lease(self) -> bool:
+        """Take the lease for the loop, if no thread has it; returns whether the loop has it."""
+        return self._lease.setdefault(_HOLDER, LOOP) is LOOP
 
     def is_read_by_thread(self) -> bool:
         """Whether a thread other than the loop's has the lease."""
-        return self.lease.holder() not in (None, LOOP)
+        return self._lease.get(_HOLDER) not in (None, LOOP)
 
     def close(self) -> None:
         """Close the descriptors. Only when no thread reads, or in a forked child."""
@@ -433,12 +408,12 @@ class InlineReader:
         if self._worth.to_skip and not self._worth.may_try():
             self.leave()  # a finalizer or a signal handler may run in the middle of a turn, and will wait
             return None
-        lease, watch = self.lease, self._watch
+        lease, watch = self._lease, self._watch
         if watch is None or self._poll is None:
             self._connection.prepare_soon()
             return None
         turn = Turn(get_ident(), idle, self._descriptor, self)
-        holder = lease.offer(turn)
+        holder = lease.setdefault(_HOLDER, turn)
         if holder is not turn:
             if holder.thread == turn.thread:
                 self.leave()  # this is a finalizer or a signal handler in the middle of that turn
@@ -447,7 +422,7 @@ class InlineReader:
                 self.wake()
             return None
         watch.suspend()
-        if lease.holder() is not turn:  # ended by a call of a finalizer, or a signal handler, that ran here
+        if lease.get(_HOLDER) is not turn:  # ended by a call of a finalizer, or a signal handler, that ran here
             watch.resume()
             return None
         if not self.closed and self.is_between_frames:
@@ -460,7 +435,7 @@ class InlineReader:
 
         In the middle of a turn, the loop continues with what the turn has received and not dispatched.
         """
-        turn = self.lease.holder()
+        turn = self._lease.get(_HOLDER)
         if turn is not None and turn.thread == get_ident():
             self._end(turn)
 
@@ -473,14 +448,16 @@ class InlineReader:
             turn.left_to_loop = has_leftovers and not self.closed
         if turn.left_to_loop:
             self._connection.read_by_loop(turn)
-        else:
-            self._give_up(turn)
-
-    def _give_up(self, turn: Turn) -> None:
+            return
         if self._watch is not None:
             self._watch.resume()
-        self.lease.leave(turn)
-        if self.closed and self.lease.take(LOOP):  # otherwise the thread that holds it by now does
+        lease = self._lease
+        try:
+            if lease[_HOLDER] is turn:
+                del lease[_HOLDER]
+        except KeyError:
+            pass
+        if self.closed and self.take_lease():  # otherwise the thread that holds it by now does
             self._connection.dispose()
 
     @protected
@@ -535,8 +512,13 @@ class InlineReader:
         turn.unread.clear()
         turn.frames = None
         turn.unread.extend(map(receive, (turn.socket,), *self.buffer.whole))
-        frames = self._decoder.whole_frames(sum(turn.unread))
-        if frames is None:  # the loop must parse it
+        frames: list[Frame] = []
+        decoder, count = self._decoder, sum(turn.unread)
+        try:
+            end = read_whole(decoder.scratch, 0, count, decoder.max_frame_bytes, frames, _FEW)
+        except (ProtocolError, MemoryError):  # the loop will find it again
+            end = 0
+        if end != count or not frames:  # the loop must parse it
             self._worth.failed()
             return False
         turn.frames = frames

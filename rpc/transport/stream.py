@@ -19,7 +19,7 @@ from rpc.transport import byte_stream
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner, TransportContext
 from rpc.transport.bulk_socket import BulkSocket, bulk_socket
 from rpc.transport.byte_stream import ByteStream, DescriptorStream, ReceiveBuffer
-from rpc.transport.inline_read import AVAILABLE, LOOP, InlineReader, Turn
+from rpc.transport.inline_read import AVAILABLE, InlineReader, Turn
 from rpc.transport.tls import why_no_tls
 from rpc.transport.write_queue import CAPTURE_ALL, Streams, WriteQueue
 from rpc.wire.decoder import Decoder
@@ -317,7 +317,7 @@ class StreamConnection:
             dropped = self._queue.close()
             if self.reader is not None:
                 self.reader.closed = True
-            if self.reader is None or self.reader.lease.take(LOOP):
+            if self.reader is None or self.reader.take_lease():
                 self._close_descriptors()
             else:  # the reading thread notices, and closes them when it has left
                 self._stream.shut_down()

@@ -6,7 +6,6 @@ from typing import Final
 
 from rpc.errors import ProtocolError
 from rpc.wire.frames import (
-    CHUNK_KINDS,
     MAGIC,
     PREAMBLE,
     PREFIX_BYTES,
@@ -18,6 +17,7 @@ from rpc.wire.frames import (
     check_layout,
     large_frame,
     open_message,
+    read_whole,
     unpack_prefix,
 )
 from rpc.wire.reassembly import ArrivingMessage, Reassembly, allocate
@@ -30,9 +30,6 @@ _TLS_HANDSHAKE: Final = b"\x16\x03"
 _RECEIVE_BUFFER_BYTES: Final = 256 << 10
 _BETWEEN_CHUNKS_BYTES: Final = 4096
 """Maximum number of bytes received into temporary memory while a chunk may begin."""
-
-_FEW: Final = 4
-"""Maximum number of frames that arrive together and are not left to the loop."""
 
 
 class Decoder:
@@ -136,26 +133,6 @@ class Decoder:
         """Whether a frame is next, and may be a whole one: no other has begun."""
         return not self.scratch_offset and self.scratch_end == len(self.scratch) and self._greeted
 
-    def whole_frames(self, count: int) -> list[Frame] | None:
-        """Return the frames that ``count`` bytes consist of that arrived between frames; the decoder's state
-        does not change.
-
-        None if these are anything but a few whole frames, each well-formed and complete in itself.
-        """
-        frames: list[Frame] = []
-        start = 0
-        try:
-            while start + PREFIX_BYTES <= count and len(frames) < _FEW:
-                prefix = unpack_prefix(self.scratch, start)
-                body, stop = start + PREFIX_BYTES, start + PREFIX_BYTES + prefix[0]
-                if stop > count or prefix[0] > self.max_frame_bytes or prefix[4] in CHUNK_KINDS:
-                    return None
-                frames.append(build_frame(prefix, self.scratch[body:stop]))
-                start = stop
-        except (ProtocolError, MemoryError):  # ``received`` will raise it again
-            return None
-        return frames if start == count and frames else None
-
     def _read_preamble(self, end: int) -> bool:
         got = bytes(self._view[: min(end, len(PREAMBLE))])
         if got.startswith(_TLS_HANDSHAKE):
@@ -181,13 +158,12 @@ class Decoder:
         self.postponed = False
         within = False
         missing = 0
-        while end - start >= PREFIX_BYTES and not within:
+        while not within:
+            start = read_whole(self.scratch, start, end, self.max_frame_bytes, frames)
+            if end - start < PREFIX_BYTES:
+                break
             prefix = unpack_prefix(self.scratch, start)
             body, length = start + PREFIX_BYTES, prefix[0]
-            if body + length <= end and length <= self.max_frame_bytes and prefix[4] not in CHUNK_KINDS:
-                start = body + length
-                frames.append(build_frame(prefix, self.scratch[body:start]))
-                continue
             if length > self.max_frame_bytes:
                 if frames:
                     self.postponed = True

@@ -18,6 +18,7 @@ message it belongs (u64). See ``chunking.py``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from struct import Struct, pack, unpack_from
 from typing import Any, Final, NamedTuple
@@ -53,6 +54,7 @@ __all__ = [
     "new_tuple",
     "open_message",
     "read_prefix",
+    "read_whole",
     "unpack_prefix",
 ]
 
@@ -235,15 +237,34 @@ def decode_one(data: bytearray) -> Frame:
 def build_frame(prefix: Prefix, body: bytearray | memoryview) -> Frame:
     """Make the frame with this prefix, which shares the memory of its body. Raises ``ProtocolError``."""
     body_length, call_id, header_length, count, kind, codec = prefix
-    if count == 1 and not header_length:  # as most are
-        return new_tuple(Frame, (kind, call_id, {}, [body], codec))
     view = memoryview(body)
     if count == 1 and header_length <= body_length and header_length <= MAX_HEADER_BYTES:
-        header = unpack_header(view[:header_length])
+        header = unpack_header(view[:header_length]) if header_length else {}
         return new_tuple(Frame, (kind, call_id, header, [view[header_length:]], codec))
     check_layout(prefix)
     header, places = _lay_open(prefix, view)
     return new_tuple(Frame, (kind, call_id, header, [view[begin:end] for begin, end in places], codec))
+
+
+def read_whole(
+    data: bytearray, start: int, end: int, max_frame_bytes: int, frames: list[Frame], most: int = sys.maxsize
+) -> int:
+    """Append the frames that ``data`` contains from ``start`` to ``end`` to ``frames``, with copies of their
+    bodies. Returns where the next one begins: one that is incomplete, over the limit, or part of a message in
+    chunks, or that would be one more than ``most``. Raises ``ProtocolError``.
+    """
+    while end - start >= PREFIX_BYTES and len(frames) < most:
+        prefix = unpack_prefix(data, start)
+        length, call_id, header_length, count, kind, codec = prefix
+        body = start + PREFIX_BYTES
+        if body + length > end or length > max_frame_bytes or kind in CHUNK_KINDS:
+            break
+        start = body + length
+        if count == 1 and not header_length:  # as most are
+            frames.append(new_tuple(Frame, (kind, call_id, {}, [data[body:start]], codec)))
+        else:
+            frames.append(build_frame(prefix, data[body:start]))
+    return start
 
 
 def _start_of_buffers(prefix: Prefix) -> int:
