@@ -17,6 +17,7 @@ from rpc.errors import NotInitializedError, with_article
 from rpc.group.membership import WorkerReference
 from rpc.group.workers import WorkerInfo
 from rpc.options import UNSET_TIMEOUT, RpcBackendOptions
+from rpc.runtime import current, interrupts
 from rpc.runtime.current import check_not_forked, current_agent, is_initialized
 
 T = TypeVar("T")
@@ -112,10 +113,15 @@ def rpc_sync(
     if not callable(func):
         raise not_callable(func)
     if type(args) is not tuple:
-        args = () if args is None else positional(args)
+        args = positional(args)
+    if type(kwargs) is not dict:
+        kwargs = keywords(kwargs)
     if retries:
         return retrying.call(_agent(), to, func, args, keywords(kwargs), timeout, retries)
-    return _agent().call(to, func, args, keywords(kwargs) if kwargs else {}, timeout)
+    agent: AgentInterface | None = current.agent
+    if agent is None or not interrupts.are_wrapped:
+        agent = _agent()
+    return agent.call(to, func, args, kwargs, timeout)
 
 
 @overload
@@ -177,10 +183,14 @@ def rpc_async(
     """
     if not callable(func):
         raise not_callable(func)
+    if type(args) is not tuple:
+        args = positional(args)
+    if type(kwargs) is not dict:
+        kwargs = keywords(kwargs)
     if retries:
-        future = retrying.call_async(_agent(), to, func, positional(args), keywords(kwargs), timeout, retries)
+        future = retrying.call_async(_agent(), to, func, args, keywords(kwargs), timeout, retries)
     else:
-        future = _agent().call_async(to, func, positional(args), keywords(kwargs), timeout)
+        future = _agent().call_async(to, func, args, kwargs, timeout)
     collect(future)
     return future
 

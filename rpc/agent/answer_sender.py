@@ -55,7 +55,7 @@ class AnswerSender:
     Args:
         requests: the requests that are not answered yet.
         peers: the workers; has this worker's name, for messages.
-        send: sends an answer.
+        send: sends an answer; see ``Sender.send``.
         run_soon: has tasks run on executor threads.
     """
 
@@ -66,7 +66,7 @@ class AnswerSender:
         serializer: Serializer,
         tracing: Tracing,
         events: Events,
-        send: Callable[[Peer, int, int, Payload], object],
+        send: Callable[..., object],
         run_soon: Callable[[Sequence[Task]], object],
     ) -> None:
         self._requests = requests
@@ -177,11 +177,17 @@ class AnswerSender:
         payload = serializer.dump_exception(error, self._peers.own.name, peer, codec=codec)
         self.answer(peer, Kind.FAILURE, call_id, payload)
 
-    def answer(self, peer: Peer, kind: int, call_id: int, payload: Payload) -> None:
-        """Answer a request with an existing message."""
-        self._requests.answered(peer, call_id)
+    def answer(
+        self, peer: Peer, kind: int, call_id: int, payload: Payload, *, coalesce: bool = False
+    ) -> None:
+        """Answer a request, which may have been entered, with an existing message.
+
+        Args:
+            coalesce: whether it may be sent together with the answers that follow.
+        """
+        self._requests.unanswered.pop((peer, call_id), None)
         try:
-            self._send(peer, kind, call_id, payload)
+            self._send(peer, kind, call_id, payload, coalesce=coalesce)
             tell = self._events.request_ended
             if tell is not None:
                 tell(peer.name, call_id, kind == Kind.FAILURE)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from threading import TIMEOUT_MAX
 from time import monotonic
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 
@@ -33,9 +33,6 @@ from rpc.transport.base import INFINITE, QueueFull
 from rpc.wire.frames import Kind
 
 __all__ = ["UNSET_TIMEOUT", "Caller"]
-
-_FEW: Final = 16
-"""Number of calls under way above which throughput matters more than latency."""
 
 
 class Caller:
@@ -81,24 +78,31 @@ class Caller:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float,
-        *,
-        coalesce: bool = False,
     ) -> PendingCall:
         """Send a call of a function; raises if it cannot be sent.
 
         Args:
             timeout: timeout in seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
-            coalesce: no thread waits for it yet: if many calls are under way, it may be sent together with
-            the following.
         """
         peer = self._peers.find(to)
         payload = self.dump_call(function, args, kwargs, peer)
-        coalesce = coalesce and len(self._table) > _FEW
-        return self.request(peer, Kind.CALL, payload, timeout, function, coalesce=coalesce)
+        return self.request(peer, Kind.CALL, payload, timeout, function)
 
-    def call_async(self, *call: Any) -> Future[Any]:
-        """Like ``call``, but return a future."""
-        return self.future(self.call(*call, coalesce=True))
+    @protected
+    def call_async(
+        self,
+        to: WorkerReference,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> Future[Any]:
+        """Like ``call``, but return a future. If many calls are under way, it may be sent together with the
+        following.
+        """
+        peer = self._peers.find(to)
+        payload = self.dump_call(function, args, kwargs, peer)
+        return self.future(self.request(peer, Kind.CALL, payload, timeout, function, coalesce=True))
 
     @protected
     def request(
@@ -111,16 +115,18 @@ class Caller:
         *,
         coalesce: bool = False,
     ) -> PendingCall:
-        """Send any message that is answered by a reply or a failure; ``what`` describes it for error
-        messages.
+        """Send any message that is answered by a reply or a failure.
 
         If the worker is gone, the call fails with ``WorkerLostError``.
+
+        Args:
+            what: describes it for error messages.
+            coalesce: no thread waits for it yet; see ``CallTable.open``.
         """
         if not interrupts.are_wrapped:
             interrupts.ensure_deferred()
         timeout = self.rpc_timeout if timeout is UNSET_TIMEOUT else self._checked(timeout, payload, peer)
-        call = self._table.open(peer, what, timeout, header=payload.header)
-        call.coalesced = coalesce
+        call = self._table.open(peer, what, timeout, header=payload.header, coalesce=coalesce)
         self.transmit(call, kind, payload)
         return call
 

@@ -49,6 +49,9 @@ C = TypeVar("C", bound="PendingCall")
 CANCEL: Final = "cancel"
 """Topic of control messages with the id of a call that its caller cancels."""
 
+_FEW: Final = 16
+"""Number of calls under way above which throughput matters more than latency."""
+
 _NAMED_CALLABLES: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
 
 
@@ -299,6 +302,7 @@ class CallTable:
         *,
         header: dict[str, Any] | None = None,
         how: str = "async",
+        coalesce: bool = False,
     ) -> PendingCall: ...
 
     @overload
@@ -310,6 +314,7 @@ class CallTable:
         kind: type[C],
         header: dict[str, Any] | None = None,
         how: str = "async",
+        coalesce: bool = False,
     ) -> C: ...
 
     def open(
@@ -320,17 +325,22 @@ class CallTable:
         kind: type[PendingCall] = PendingCall,
         header: dict[str, Any] | None = None,
         how: str = "async",
+        coalesce: bool = False,
     ) -> PendingCall:
         """Enter a call of a kind, so that its reply will be found.
 
         Args:
             header: header of the message to be sent; listeners of ``CallBegun`` may add to it.
             how: see ``CallBegun``.
+            coalesce: whether its message may be sent together with the following, if many calls are under
+                way.
         """
         call_id = next(self._ids)
         call = kind(self, call_id, peer, what, timeout)
         if this_thread.runs_callees or not is_grad_enabled():
             call.wants_graph = False
+        if coalesce and len(self._pending) > _FEW:
+            call.coalesced = True
         events = self._events
         tell = events.call_begun
         if tell is not None or events.call_ended is not None:
@@ -378,18 +388,6 @@ class CallTable:
         dropped = self.take(call.call_id) is not None
         self._activity.ended()
         return dropped
-
-    def answered(self, call_id: int, peer: Peer) -> PendingCall | None:
-        """Like ``take``, for the call that a worker has answered; ``ProtocolError`` if it went to another
-        one.
-        """
-        call = self._pending.get(call_id)
-        if call is not None and call.peer is not peer:
-            raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
-        call = self._pending.pop(call_id, None)
-        if call is None:
-            self._given_up.pop(call_id, None)
-        return call
 
     def give_up(self, call: PendingCall) -> bool:
         """Remove a call whose timeout has expired, or that is no longer wanted; false if it has just ended.
@@ -504,10 +502,17 @@ class CallTable:
     # ---- answers
 
     def received(self, peer: Peer, frame: Frame) -> Task | None:
-        """Handle a frame of kind ``REPLY`` or ``FAILURE``."""
+        """Handle a frame of kind ``REPLY`` or ``FAILURE``; ``ProtocolError`` if it answers a call to another
+        worker.
+        """
         arrivals = self._serializer.adopt(frame[2], peer) if frame[2] else None
-        call = self.answered(frame[1], peer)
+        call_id = frame[1]
+        call = self._pending.get(call_id)
+        if call is not None and call.peer is not peer:
+            raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
+        call = self._pending.pop(call_id, None)  # another thread may have taken it
         if call is None:
+            self._given_up.pop(call_id, None)
             return None
         if arrivals is not None:
             call.arrivals = arrivals
@@ -517,24 +522,29 @@ class CallTable:
 
     def request_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
         """Handle that a request that was to be sent later could not be sent: see ``Sender.on_unsent``."""
-        call = self.answered(call_id, peer)
-        if call is not None:
-            if isinstance(error, QueueFull):
-                error = call.timeout_error()
-            if call.settle(error):
-                self._complete((call,))
+        call = self.take(call_id)
+        if call is None:
+            self._given_up.pop(call_id, None)
+            return
+        if isinstance(error, QueueFull):
+            error = call.timeout_error()
+        if call.settle(error):
+            self._complete((call,))
 
     def request_lost(self, peer: Peer, call_id: int, what: str) -> None:
         """Handle that a large request has not arrived, so it does not run: see ``Dispatcher.on_lost``."""
-        call = self.answered(call_id, peer)
-        error = MessageLostError(f"the call did not run: {what}. It can be made again", peer.name)
-        if call is not None and call.settle(error):
+        call = self.take(call_id)
+        if call is None:
+            self._given_up.pop(call_id, None)
+            return
+        if call.settle(MessageLostError(f"the call did not run: {what}. It can be made again", peer.name)):
             self._complete((call,))
 
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         """Return the value in a reply; raises the error in a failure."""
         kind, _, header, buffers, codec = frame
-        self.border.catch_up()
+        if self.border.encloses:
+            self.border.catch_up()
         if kind == Kind.FAILURE:
             raise self._serializer.load_exception(header, buffers, call.arrivals, call.peer, codec=codec)
         connect: Connect | None = None if call.wants_graph else _as_leaves

@@ -105,7 +105,8 @@ class Future(torch.futures.Future[T]):
         future._call = call
         future._claim = allocate_lock()
         future._ending = future._devices = None
-        future._arrival = call.table.border.arrival()
+        border = call.table.border
+        future._arrival = border.arrival() if border.encloses else None
         call.future = future
         return future
 
@@ -193,7 +194,8 @@ class Future(torch.futures.Future[T]):
                     raise RpcTimeoutError(f"{self!r} was not completed within {timeout:g} s; it goes on")
         if self._arrival is not None:
             self._arrival.join()
-        return cast("T", _value_of(self))
+        value: T = _value_of(self)
+        return value
 
     def value(self) -> T:
         """Return the value of a completed future; raises its error."""

@@ -17,9 +17,9 @@ class AgentInterface(Protocol):
     """An agent, as a backend's ``init_backend_handler`` returns it (see ``register_backend``).
 
     Timeouts are in seconds; 0 for none, ``UNSET_TIMEOUT`` for the agent's default. Arguments have been
-    checked: ``function`` is callable, ``args`` a tuple, ``kwargs`` a dict that belongs to the call. All
-    methods may be called from any thread. Remote references and distributed autograd need more: farcall's own
-    ``Agent``.
+    checked: ``function`` is callable, ``args`` a tuple, ``kwargs`` a dict, which the agent does not
+    change. All methods may be called from any thread. Remote references and distributed autograd need more:
+    farcall's own ``Agent``.
 
     Attributes:
         rpc_timeout: default timeout of calls; ``set_rpc_timeout`` sets it.
@@ -31,9 +31,15 @@ class AgentInterface(Protocol):
     @property
     def events(self) -> Events: ...
 
-    @property
-    def call(self) -> Callable[..., Any]:
-        """``call(to, function, args, kwargs, timeout)``: returns the value or raises the error."""
+    def call(
+        self,
+        to: WorkerReference,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> Any:
+        """Call a function, wait, and return its value or raise its error."""
 
     def call_async(
         self,

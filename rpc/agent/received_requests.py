@@ -92,6 +92,7 @@ class ReceivedRequests:
 
     Attributes:
         begun: number of requests ever accepted; of several simultaneous ones, some may be counted late.
+        unanswered: the requests that were entered, by caller and call id; ``AnswerSender`` removes them.
         border: what is done where requests come in, and are answered.
     """
 
@@ -106,7 +107,7 @@ class ReceivedRequests:
         self._events = events
         self._executor = executor
         self._activity = activity
-        self._entered: dict[tuple[Peer, int], Request] = {}
+        self.unanswered: dict[tuple[Peer, int], Request] = {}
         self._awaiting: dict[Request, Task] = {}
         """Requests that wait for objects beside their buffers, with the tasks that are to run then."""
 
@@ -125,31 +126,27 @@ class ReceivedRequests:
             return self._accept(self.enter(peer, frame), run)
         # Most calls have nothing beside their buffers: the same, in fewer steps.
         self.begun = next(self._numbers)
-        request = self._entered[peer, frame[1]] = Request(peer, frame)
+        request = self.unanswered[peer, frame[1]] = Request(peer, frame)
         return run, request
 
     def enter(self, peer: Peer, frame: Frame) -> Request:
         """Register a request that its caller may cancel until it is answered."""
         header = frame[2]
         request = Request(peer, frame, self._adopt(header, peer) if header else None)
-        self._entered[peer, frame[1]] = request
+        self.unanswered[peer, frame[1]] = request
         return request
 
     def find(self, peer: Peer, call_id: int) -> Request | None:
         """Return a request that was entered and is not answered yet."""
-        return self._entered.get((peer, call_id))
+        return self.unanswered.get((peer, call_id))
 
     def entered(self) -> list[Request]:
         """Return the requests that were entered and are not answered yet, oldest first."""
-        return list(self._entered.copy().values())
+        return list(self.unanswered.copy().values())
 
     def __len__(self) -> int:
         """Number of requests that were entered and are not answered yet."""
-        return len(self._entered)
-
-    def answered(self, peer: Peer, call_id: int) -> None:
-        """Forget a request, which may have been entered: its answer is about to be sent."""
-        self._entered.pop((peer, call_id), None)
+        return len(self.unanswered)
 
     def count(self) -> None:
         """Count a request that has arrived and is not accepted yet, or never is."""

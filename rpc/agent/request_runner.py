@@ -42,6 +42,9 @@ LATER: Final = object()
 _QUICK_BYTES: Final = 1 << 20
 """Number of bytes that are copied in the time of a few hand-overs between threads."""
 
+_FEW: Final = 16
+"""Number of tasks that wait for a thread above which answers are sent together."""
+
 _WITHOUT_DESTRUCTOR: Final = frozenset((type(None), bool, int, float, str, bytes, torch.Tensor))
 """Exact types whose values are destroyed without running user code, unless attached to a tensor."""
 
@@ -95,9 +98,12 @@ class RequestRunner:
         del args, kwargs
         # Release the arguments' memory before the caller continues, as it may use that memory.
         request.frame.buffers.clear()
-        peer, codec = request.peer, request.frame.codec
+        peer, codec, recording = request.peer, request.frame.codec, request.recording
         try:
-            payload = self._answers.dump_reply(peer, value, function, request.recording, codec)
+            if recording is None:
+                payload = self._serializer.codecs[codec].dumps(value, peer, what=function)
+            else:
+                payload = self._answers.dump_reply(peer, value, function, recording, codec)
         except BaseException as error:
             self._answers.fail(peer, request.frame.call_id, error, function)
             return
@@ -106,8 +112,9 @@ class RequestRunner:
         # Have this thread wait for the next request itself: from now on, since it may come once this one is
         # answered. But a waiting thread must not run user code, such as the destructor of ``value``, and
         # must not copy large data: then it waits when it is done.
-        self._executor.lend(peer.reader, at_once=not large and type(value) in _WITHOUT_DESTRUCTOR)
-        self._answers.answer(peer, Kind.REPLY, request.frame.call_id, payload)
+        waiting = self._executor.lend(peer.reader, at_once=not large and type(value) in _WITHOUT_DESTRUCTOR)
+        # If many wait, throughput matters more than latency.
+        self._answers.answer(peer, Kind.REPLY, request.frame.call_id, payload, coalesce=waiting > _FEW)
 
     def load(self, request: Request) -> Call:
         """Return the function and arguments of a request.

@@ -10,14 +10,16 @@ from rpc.errors import AlreadyInitializedError, ForkedProcessError, NotInitializ
 from rpc.runtime import interrupts
 from rpc.runtime.tracebacks import fold_uncaught
 
-_agent: Any = None
+agent: Any = None
+"""The agent that this process's calls use, or None: an ``Agent``, or one that a registered backend made."""
+
 _forked_from: int | None = None
 _inherited: list[Any] = []
 """Agents of this process's ancestors: destroying their loops here would affect resources still used there."""
 
 
 def current_agent() -> Any:
-    """Return the agent that this process's calls use: an ``Agent``, or one that a registered backend made.
+    """Return ``agent``, if there is one, and defer signals for what it does.
 
     Raises:
         NotInitializedError: there is none.
@@ -25,15 +27,15 @@ def current_agent() -> Any:
     """
     if not interrupts.are_wrapped:
         interrupts.ensure_deferred()
-    agent = _agent
-    if agent is None:
+    found = agent
+    if found is None:
         check_not_forked()
         fold_uncaught()
         raise NotInitializedError(
             "RPC has not been initialized, or is shut down. Call init_rpc first. "
             "(Current RPC agent is not set! Did you initialize the RPC framework?)"
         )
-    return agent
+    return found
 
 
 def extension(name: str) -> Any:
@@ -63,32 +65,32 @@ def check_not_forked() -> None:
 
 def is_initialized() -> bool:
     """Whether this process has an agent."""
-    return _agent is not None
+    return agent is not None
 
 
-def set_current_agent(agent: Any) -> None:
-    """Make ``agent`` the current one. Raises ``AlreadyInitializedError`` if there is one."""
-    global _agent, _forked_from
-    if _agent is not None:
+def set_current_agent(new: Any) -> None:
+    """Make an agent the current one. Raises ``AlreadyInitializedError`` if there is one."""
+    global agent, _forked_from
+    if agent is not None:
         raise AlreadyInitializedError("RPC is already initialized in this process: call shutdown() first")
     _notice_forks()
-    _agent, _forked_from = agent, None
+    agent, _forked_from = new, None
 
 
-def clear_current_agent(agent: Any) -> None:
-    """Unset ``agent`` as the current one. If another one is current by now, that stays."""
-    global _agent
-    if _agent is agent:
-        _agent = None
+def clear_current_agent(old: Any) -> None:
+    """Unset an agent as the current one. If another one is current by now, that stays."""
+    global agent
+    if agent is old:
+        agent = None
 
 
 def _forked() -> None:
     """Forget the parent's agent, in a child that was just forked."""
-    global _agent, _forked_from
-    if _agent is not None:
-        agent, _agent, _forked_from = _agent, None, os.getppid()
-        _inherited.append(agent)
-        if (leave := getattr(agent, "abandon_after_fork", None)) is not None:
+    global agent, _forked_from
+    if agent is not None:
+        inherited, agent, _forked_from = agent, None, os.getppid()
+        _inherited.append(inherited)
+        if (leave := getattr(inherited, "abandon_after_fork", None)) is not None:
             leave()
 
 

@@ -175,19 +175,21 @@ class Executor:
                 self._submitted -= 1
             raise
 
-    def lend(self, source: TaskSource | None, *, at_once: bool) -> None:
+    def lend(self, source: TaskSource | None, *, at_once: bool) -> int:
         """For a task that is about to end: have its thread wait for its next task at a source, if there is
-        one, and if no task waits for a thread.
+        one, and if no task waits for a thread. Returns the number of tasks that do.
 
         Args:
             at_once: whether the source's place is claimed now, and not when the task has ended.
         """
+        waiting = len(self._backlog)
         worker: _Worker | None = getattr(self._current, "worker", None)
-        if source is None or worker is None or self._backlog or self._stopped:
-            return
+        if source is None or worker is None or waiting or self._stopped:
+            return waiting
         claimed = source.claim(idle=True) if at_once else None
         if claimed is not None or not at_once:
             worker.source, worker.claimed = source, claimed
+        return waiting
 
     def active(self) -> int:
         """Number of tasks that are submitted and not finished."""

@@ -132,7 +132,7 @@ def name_of(obj: Any, to: Destination | None) -> tuple[str, str] | None:
         if _modules[module].__dict__.get(name) is obj:
             if module not in MAIN_NAMES:
                 return module, name
-            if to is not None and to.main and to.main == main_identity():
+            if to is not None and to.main and to.main == _identity[1]:  # as both read when they joined
                 return "__main__", name
     except Exception:  # an object may do anything when its name is read
         pass

@@ -167,6 +167,8 @@ class PickleCodec:
                 if usual is not None:
                     if tracked is not None and len(usual) == _WITH_GRAD:
                         tracked.append(value)
+                    if type(usual[2]) is bytes:  # its elements are copied
+                        return Payload({}, [_pickle((None, usual), PROTOCOL)])
                     return _with_buffers((None, usual))
             elif kind in _SEQUENCES and not whole and (len(value) <= _SHORT or type(value[0]) in _TENSORS):
                 taken = _take_tensors(value, {}, tracked)

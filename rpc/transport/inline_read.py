@@ -217,11 +217,6 @@ class Turn:
         frames.clear()
         return taken
 
-    def release(self) -> None:
-        """End the wait: the result that the thread waits for is here, or will not come. From any thread."""
-        if self.thread != get_ident():  # otherwise the thread is just dispatching the result
-            self.reader.wake()
-
 
 LOOP: Final = Turn(0, False, -1, None)  # type: ignore[arg-type]  # nothing needs to be woken
 """Marker for all turns of the loop's thread."""
@@ -229,8 +224,8 @@ LOOP.left_to_loop = False
 
 
 class Awaited:
-    """A result that threads wait for, each by reading the connection that it arrives on, or on a lock of its
-    own.
+    """A result that threads wait for: each by a turn at reading the connection that it arrives on, or on a
+    lock of its own.
 
     Attributes:
         outcome: None until the result is here, or will not come.
@@ -255,7 +250,10 @@ class Awaited:
                 waiter = waiters.pop()
             except IndexError:  # another thread wakes them too
                 break
-            waiter.release()
+            if type(waiter) is not Turn:
+                waiter.release()
+            elif waiter.thread != get_ident():  # otherwise the thread is just dispatching the result
+                waiter.reader.wake()
         return True
 
     def sleep(self, deadline: float) -> bool:
@@ -465,7 +463,7 @@ class InlineReader:
         """Read on the current thread, which has claimed ``turn``, and give up the lease.
 
         Returns when ``awaited.outcome`` is set, or ``deadline`` on the monotonic clock has passed, or the
-        turn was ended or released. A signal handler may interrupt it.
+        turn was ended, or ``wake`` was called. A signal handler may interrupt it.
         """
         awaited._waiters.append(turn)
         try:

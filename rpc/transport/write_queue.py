@@ -180,7 +180,7 @@ class WriteQueue:
     @protected
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         """Send a frame in one piece; see ``Connection.send_small``."""
-        if self._queued_bytes or len(self._kept) > FEW or self.error or not self._open:
+        if self._queued_bytes > self._queue_limit or len(self._kept) > FEW or not self._open:
             self._make_ready(wait, False)
         if coalesce:
             self._enqueue(frame, len(frame))
@@ -302,7 +302,7 @@ class WriteQueue:
             except ValueError:
                 return  # ``remains`` has it
             raise ConnectionClosed(f"the connection to {self.description} is closed")
-        if self.outgoing and not patient:
+        if self.outgoing.unsent and not patient:
             self.outgoing.shorten()
 
     def _capture(self, piece: Any) -> Any:

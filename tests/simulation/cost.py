@@ -89,7 +89,7 @@ class _Group:
         self._clock.enter = self._enter
 
     def _enter(self, loop: WorkerLoop) -> None:
-        current._agent = self._by_loop[loop].agent
+        current.agent = self._by_loop[loop].agent
 
     def phases(self) -> Iterator[Cost]:
         try:
@@ -104,7 +104,7 @@ class _Group:
                 yield self._phase("a death", self._die)
                 yield self._phase("a worker joins", self._join)
         finally:
-            current._agent = None
+            current.agent = None
             for worker in self._workers:
                 worker.loop.dead = True
 
@@ -175,7 +175,7 @@ class _Group:
 
     def _join(self) -> None:
         new = self._add()
-        current._agent = new.agent
+        current.agent = new.agent
         new.join([worker.member for worker in self._workers], static=False)
         for other in self._workers[:-1]:
             rpc.rpc_async(other.name, _nothing)

@@ -188,7 +188,7 @@ class Life:
             finally:
                 self.truth.over = True
                 threads.end()
-                current._agent = None
+                current.agent = None
                 for worker in self.truth.workers.values():
                     worker.loop.dead = True
 
@@ -202,7 +202,7 @@ class Life:
 
     def _enter(self, loop: WorkerLoop) -> None:
         worker = self.truth.current = self._by_loop.get(loop)
-        current._agent = None if worker is None else worker.agent
+        current.agent = None if worker is None else worker.agent
 
     def _after(self, handle: Handle) -> None:
         self.truth.threads.look(handle.loop)
@@ -344,7 +344,7 @@ class Life:
         living = self.truth.living
         worker = self._new_worker(worker_id)
         self.truth.say(f"{worker} joins")
-        current._agent = worker.agent
+        current.agent = worker.agent
         worker.join([each.member for each in (*living, worker)], static=False)
         for other in living:
             worker.loop.call_soon(introduce, self.truth, worker, other.name)

@@ -337,7 +337,7 @@ class Run:
                 yield
             finally:
                 self.threads.end()
-                current._agent = None
+                current.agent = None
                 for worker in self.workers:
                     worker.loop.dead = True
                     self._close_descriptors(worker)
@@ -352,7 +352,7 @@ class Run:
     def _enter(self, loop: WorkerLoop) -> None:
         self.loop = loop
         worker = self._by_loop.get(loop)
-        current._agent = None if worker is None else worker.agent
+        current.agent = None if worker is None else worker.agent
 
     def _segment(self, number: int, size: int) -> memory.Segment:
         """Memory of this process, which other simulated processes can map."""

@@ -120,9 +120,7 @@ class End(Recorder):
         return (lambda _: None), Request(peer, frame)
 
     def _take_reply(self, peer: Peer, frame: Frame) -> None:
-        call = self.agent.calls.answered(frame.call_id, peer)
-        if call is not None:
-            call.settle(frame)
+        self.agent.calls.received(peer, frame)
 
     def _take_on_loop(self, _: Peer, frame: Frame) -> None:
         self.taken.append(frame.call_id)

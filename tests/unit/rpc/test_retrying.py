@@ -37,6 +37,8 @@ class Noting:
 
 
 class Devices(Border):
+    encloses = True
+
     def arrival(self) -> Arrival:
         return Noting()
 

@@ -34,7 +34,7 @@ class Codec:
 def test_an_answer_that_comes_later_is_in_the_codec_of_its_request() -> None:
     sent: list[tuple[int, int, list[bytes], int]] = []
 
-    def send(_: object, kind: int, call_id: int, payload: Payload) -> None:
+    def send(_: object, kind: int, call_id: int, payload: Payload, **__: object) -> None:
         sent.append((kind, call_id, payload.buffers, payload.codec))
 
     serializer = SimpleNamespace(codecs={7: Codec()}, adopt=None)

@@ -17,6 +17,7 @@ from rpc.agent.futures import Future
 from rpc.errors import ProtocolError, RpcTimeoutError
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.tasks import Task
+from rpc.wire.frames import Frame, Kind
 from tests.support import clockwork as clockwork_module
 from tests.support.answering import table_of
 from tests.support.clockwork import Clockwork
@@ -58,6 +59,10 @@ def watched(table: CallTable, timeout: float) -> PendingCall:
     Future.for_call(call)
     table.watch(call)
     return call
+
+
+def reply_to(call_id: int) -> Frame:
+    return Frame(Kind.REPLY, call_id, {}, [b""])
 
 
 def test_a_reply_finds_its_call_once(table: CallTable) -> None:
@@ -208,9 +213,9 @@ def test_a_call_given_up_counts_as_under_way_until_its_answer_comes_late(
     assert table.unanswered() == 2
     for call in (timed_out, interrupted):
         assert table.take(call.call_id) is None
-        table.answered(call.call_id, call.peer)
+        table.received(call.peer, reply_to(call.call_id))
     assert table.unanswered() == 0
-    table.answered(12345, peer())  # never heard of
+    table.received(peer(), reply_to(12345))  # never heard of
 
 
 def test_a_call_given_up_no_longer_counts_when_its_callee_is_gone(table: CallTable) -> None:
@@ -236,8 +241,10 @@ def test_a_call_that_has_just_ended_cannot_be_given_up(table: CallTable) -> None
 def test_a_call_that_somebody_else_answered_is_still_waited_for(table: CallTable) -> None:
     call = table.open(peer(), "what", 0)
     with pytest.raises(ProtocolError, match="that worker 'callee' got"):
-        table.answered(call.call_id, peer("other"))
-    assert table.answered(call.call_id, call.peer) is call
+        table.received(peer("other"), reply_to(call.call_id))
+    assert not call.done()
+    table.received(call.peer, reply_to(call.call_id))
+    assert call.done()
 
 
 # ---- with a real loop

@@ -258,6 +258,7 @@ class Coming:
 def test_work_on_a_value_goes_on_at_its_arrival(owner: Owner) -> None:
     notes: list[str] = []
     arrival = Coming("the answer", notes)
+    owner.border.encloses = True
     owner.border.arrival = lambda: arrival  # type: ignore[method-assign]
     call, future = owner.future()
     next_one = future.then(lambda answer: answer.value() + 1)

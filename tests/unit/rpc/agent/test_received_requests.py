@@ -32,7 +32,7 @@ def test_who_waits_to_leave_is_told_when_a_request_is_postponed_no_more() -> Non
     serializer.ready = ready  # type: ignore[assignment]
     ran: list[Request] = []
     request = Request(SimpleNamespace(reader=None, lost=None), None, {"rref": []})  # type: ignore[arg-type]
-    executor: Any = SimpleNamespace(submit=run, lend=lambda *_, **__: None)
+    executor: Any = SimpleNamespace(submit=run, lend=lambda *_, **__: 0)
     callee = ReceivedRequests(serializer, Events(), executor, activity)
     assert callee.accept(request, ran.append) is None
     assert (ran, activity.postponed.value) == ([], 1)
