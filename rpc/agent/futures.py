@@ -74,7 +74,7 @@ class Future(torch.futures.Future[T]):
         total = await future            # in a coroutine, on any asyncio loop
     """
 
-    __slots__ = ("_arrival", "_asked", "_call", "_claim", "_devices", "_ending")
+    __slots__ = ("_arrival", "_asked", "_call", "_claim", "_devices", "_ending", "_kept")
 
     _arrival: Arrival | None
     """Its value, if work may go on after it has arrived."""
@@ -82,10 +82,12 @@ class Future(torch.futures.Future[T]):
     _call: PendingCall | None
     _claim: LockType
     _ending: tuple[Any, BaseException | None] | None
+    _kept: tuple[Any, BaseException | None] | None
+    """The value that its call has completed it with, and None."""
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         super().__init__(devices=devices)
-        self._asked = self._call = self._arrival = None
+        self._asked = self._call = self._arrival = self._kept = None
         self._devices: list[int | str | torch.device] | None = devices
 
     @classmethod
@@ -104,7 +106,7 @@ class Future(torch.futures.Future[T]):
         future._asked = call.what, call.peer
         future._call = call
         future._claim = allocate_lock()
-        future._ending = future._devices = None
+        future._ending = future._devices = future._kept = None
         border = call.table.border
         future._arrival = border.arrival() if border.encloses else None
         call.future = future
@@ -162,7 +164,8 @@ class Future(torch.futures.Future[T]):
                     interruption = error
                 self._ending = None, without_frames(error)
             self._claim.release()
-        _end(self, *ending)
+        if _end(self, *ending):
+            self._kept = ending
         self._call = None
         if interruption is not None:
             raise interruption
@@ -194,8 +197,11 @@ class Future(torch.futures.Future[T]):
                     raise RpcTimeoutError(f"{self!r} was not completed within {timeout:g} s; it goes on")
         if self._arrival is not None:
             self._arrival.join()
-        value: T = _value_of(self)
-        return value
+        elif self._kept is not None:
+            # PyTorch's method releases the GIL, which the thread that completes the next future would take.
+            kept: T = self._kept[0]
+            return kept
+        return cast("T", _value_of(self))
 
     def value(self) -> T:
         """Return the value of a completed future; raises its error."""
@@ -439,19 +445,22 @@ def _until_free(lock: LockType) -> None:
 
 
 @interruptible
-def _end(future: torch.futures.Future[Any], value: Any, error: BaseException | None) -> None:
-    """Complete a future, which runs its callbacks, unless another thread has just done so."""
+def _end(future: torch.futures.Future[Any], value: Any, error: BaseException | None) -> bool:
+    """Complete a future, which runs its callbacks, unless another thread has just done so. Returns whether
+    this has completed it with the value.
+    """
     try:
         if error is None:
             _set_result(future, value)
-        else:
-            _fail(future, error)
+            return True
+        _fail(future, error)
     except Exception as refusal:
         if is_interruption(refusal):
             raise
         if not future.done():  # PyTorch does not accept this value
             with contextlib.suppress(RuntimeError):
                 _fail(future, refusal)
+    return False
 
 
 def _raise_twin(error: Exception) -> NoReturn:

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _TICK: Final = 0.005
 _IDLE_SECONDS: Final = 10.0
+"""Time in seconds after which an idle thread retires, if there are more than the base number."""
 _REFUSALS: Final = 20
 """Number of ticks in which the system gives no thread, after which the monitor runs tasks if no other thread
 can.
@@ -366,7 +367,8 @@ class Executor:
             task = None
             source.leave()
         else:
-            task = source.next_task(claimed, self._patience())
+            is_surplus = len(self._threads) > self._workers
+            task = source.next_task(claimed, _IDLE_SECONDS if is_surplus else None)
         worker.source = worker.claimed = None
         try:
             self._lent.remove(worker)
@@ -376,10 +378,6 @@ class Executor:
         if task is not None:
             worker.brought += 1
         return task
-
-    def _patience(self) -> float | None:
-        """How many seconds a thread may be idle; None for ever. Surplus threads retire."""
-        return _IDLE_SECONDS if len(self._threads) > self._workers else None
 
     def _spread(self) -> None:
         """Have another thread take from the backlog, too: the current task may take long."""
@@ -406,8 +404,8 @@ class Executor:
                 return True
             self._idle.append(worker)
         while True:
-            patience = self._patience()
-            if worker.wake.acquire(timeout=-1.0 if patience is None else patience):
+            is_surplus = len(self._threads) > self._workers
+            if worker.wake.acquire(timeout=_IDLE_SECONDS if is_surplus else -1.0):
                 self._waking = False
                 return True
             with self._lock:

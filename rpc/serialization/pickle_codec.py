@@ -52,6 +52,7 @@ _WITH_GRAD: Final = 4
 """Number of arguments of ``dense`` for a tensor that requires grad."""
 
 _pickle = pickle.dumps
+_raw = pickle.PickleBuffer.raw
 _NONE: Final = _pickle((None, ()), PROTOCOL)
 _INLINE: Final = [inline_limit(count) for count in range(_SHORT + 1)]
 _INLINE_ALONE: Final = _INLINE[1]
@@ -60,6 +61,8 @@ Taken = tuple[Sequence[Any], dict[str, Any], Sequence[Any]]
 """Arguments with None in place of tensors, and the tensors: positions or keywords, and arguments of
 ``dense``.
 """
+
+_NOTHING_TAKEN: Final[Taken] = ((), {}, ())
 
 
 class PickleCodec:
@@ -90,12 +93,11 @@ class PickleCodec:
             named = name_of(func, to)
             if named is not None:
                 module, name = named
-                if not args and not kwargs:
-                    return Payload({}, [_pickle((module, name, (), {}, ()), PROTOCOL)])
-                taken = _take_tensors(args, kwargs, tracked)
+                taken = _take_tensors(args, kwargs, tracked) if args or kwargs else _NOTHING_TAKEN
                 if taken is not None:
-                    places, words, tensors = taken
-                    return _with_buffers((module, name, places, words, tensors))
+                    buffers: list[Any] = []
+                    pickled = _pickle((module, name, *taken), PROTOCOL, buffer_callback=buffers.append)
+                    return Payload({}, [pickled, *map(_raw, buffers)])
                 record = (module, name, args, kwargs, ())
             else:
                 record = (None, func, args, kwargs, ())
@@ -378,6 +380,4 @@ def _is_short_sequence(value: Any) -> bool:
 def _with_buffers(record: tuple[Any, ...]) -> Payload:
     buffers: list[Any] = []
     pickled = _pickle(record, PROTOCOL, buffer_callback=buffers.append)
-    if not buffers:
-        return Payload({}, [pickled])
-    return Payload({}, [pickled, *map(pickle.PickleBuffer.raw, buffers)])
+    return Payload({}, [pickled, *map(_raw, buffers)])

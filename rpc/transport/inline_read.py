@@ -250,7 +250,7 @@ class Awaited:
                 waiter = waiters.pop()
             except IndexError:  # another thread wakes them too
                 break
-            if type(waiter) is not Turn:
+            if not isinstance(waiter, Turn):
                 waiter.release()
             elif waiter.thread != get_ident():  # otherwise the thread is just dispatching the result
                 waiter.reader.wake()
@@ -420,7 +420,7 @@ class InlineReader:
                 self.wake()
             return None
         watch.suspend()
-        if lease.get(_HOLDER) is not turn:  # ended by a call of a finalizer, or a signal handler, that ran here
+        if lease.get(_HOLDER) is not turn:  # a finalizer or a signal handler that ran here has ended it
             watch.resume()
             return None
         if not self.closed and self.is_between_frames:

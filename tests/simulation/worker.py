@@ -84,8 +84,8 @@ class _Executor(Executor):
         if not self._active and self._idle_callback is not None:
             self._idle_callback()
 
-    def lend(self, source: TaskSource | None, *, at_once: bool) -> None:
-        pass
+    def lend(self, source: TaskSource | None, *, at_once: bool) -> int:
+        return 0
 
     def active(self) -> int:
         return self._active

@@ -30,6 +30,16 @@ def test_a_callee_is_named_by_name_rank_or_info() -> None:
     ] * 3
 
 
+@in_standing_group()
+def test_answers_do_not_wait_for_a_call_among_many_that_is_not_done() -> None:
+    before = [rpc.rpc_async("worker1", my_name) for _ in range(100)]
+    blocked = rpc.rpc_async("worker1", wait_at_gate, args=("among many",))
+    behind = [rpc.rpc_async("worker1", my_name) for _ in range(100)]
+    assert {future.wait() for future in (*before, *behind)} == {"worker1"}
+    rpc.rpc_sync("worker1", open_gate, args=("among many",))
+    blocked.wait()
+
+
 # ---- with what
 
 

@@ -14,6 +14,7 @@ from rpc.agent.tape import Tracing
 from rpc.errors import NotInitializedError
 from rpc.runtime.events import Events
 from rpc.runtime.mailbox import Counter
+from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 from tests.support.noted_activity import NotedActivity
 from tests.support.streams import SOON
@@ -31,11 +32,11 @@ async def function() -> None:
     raise AssertionError("it must not run")
 
 
-def make(serializer: Any = None, executor: Any = None) -> tuple[RequestRunner, Counter]:
-    """A runner of an agent that makes no answers, and the number of requests that it has postponed."""
+def make(serializer: Any = None, executor: Any = None, answers: Any = None) -> tuple[RequestRunner, Counter]:
+    """A runner of an agent that has what is given, and the number of requests that it has postponed."""
     activity = NotedActivity()
     peers: Any = SimpleNamespace(own=SimpleNamespace(name="callee"))
-    parts: Any = (peers, serializer, Tracing(), Events(), executor, activity, None)
+    parts: Any = (peers, serializer, Tracing(), Events(), executor, activity, answers)
     return RequestRunner(*parts), activity.postponed
 
 
@@ -104,3 +105,18 @@ def test_a_request_runs_inside_of_its_enclosure() -> None:
     assert answers.get(timeout=SOON) == (7, None)
     assert enclosed.notes == ["function", "function", "coroutine"]
     runner.stop()
+
+
+@pytest.mark.parametrize(("waiting", "together"), [(0, False), (16, False), (17, True)])
+def test_answers_may_be_sent_together_while_many_tasks_wait(waiting: int, together: bool) -> None:
+    sent: list[bool] = []
+    codec = SimpleNamespace(
+        load_call=lambda *_, **__: (int, (), {}), dumps=lambda *_, **__: Payload({}, [b"0"])
+    )
+    answers = SimpleNamespace(answer=lambda *_, coalesce: sent.append(coalesce))
+    executor = SimpleNamespace(lend=lambda *_, **__: waiting)
+    serializer = SimpleNamespace(codecs={0: codec})
+    callee, _ = make(serializer, executor, answers)
+    caller: Any = SimpleNamespace(name="worker1", reader=None)
+    callee.run(Request(caller, Frame(Kind.CALL, 1, {}, [b""], 0)))
+    assert sent == [together]
