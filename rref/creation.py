@@ -54,7 +54,7 @@ class Creation(PendingCall):
             self._ended(str(outcome.header["refused"]))
         else:
             self._ended(None)
-        if self.done():
+        if self.awaited.outcome is not None:
             return False  # it had timed out, and the waiting threads know
         unattended = super().settle(outcome)
         self.holds = None

@@ -4,7 +4,6 @@ answers its creation as well; without a fetch, they are sent shortly after.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import deque
 
@@ -33,22 +32,29 @@ class DelayedAnswers:
         hooks.gone.append(self._peer_gone)
 
     def add(self, peer: Peer, call_id: int) -> None:
-        """Queue the answer to a creation by ``peer``; it is sent soon."""
+        """Queue the answer to a creation by ``peer``; ``send_soon`` must follow."""
         delayed = self._delayed.get(peer)
         if delayed is None:
             delayed = self._delayed.setdefault(peer, deque())
         delayed.append(call_id)
-        self._mailbox.gathered(self.send, peer)
+
+    def send_soon(self, peer: Peer) -> None:
+        """Send ``peer`` what is delayed in a moment, unless it is sent with the answers to fetches before."""
+        if self._delayed.get(peer):
+            self._mailbox.gathered(self.send, peer)
 
     def send(self, peer: Peer) -> None:
         """Send ``peer`` the answers that were delayed."""
         delayed = self._delayed.get(peer)
+        if not delayed:
+            return
         nothing, codec = peer.codec.nothing, peer.codec.id
         try:
-            with contextlib.suppress(IndexError):  # another thread may be sending them
-                while delayed:
-                    frame = encode_small(Kind.REPLY, delayed.popleft(), {}, nothing, codec)
-                    peer.send_small(frame, 0, coalesce=True)
+            while delayed:
+                frame = encode_small(Kind.REPLY, delayed.popleft(), {}, nothing, codec)
+                peer.send_small(frame, 0, coalesce=True)
+            peer.flush()
+        except IndexError:  # another thread is sending them, too
             peer.flush()
         except WorkerLostError as error:
             logger.debug("dropped answers: %s", error)
@@ -66,9 +72,11 @@ class DelayedAnswers:
         """
         kind, number, created = Kind.REPLY, call_id, None
         if creation is not None and creation[0] is peer:
-            with contextlib.suppress(KeyError, ValueError):  # its answer was sent before
+            try:
                 self._delayed[peer].remove(creation[1])
                 created = creation[1]
+            except (KeyError, ValueError):  # its answer was sent before
+                pass
         try:
             if created is not None:
                 name_answered(payload, created, call_id)
@@ -79,6 +87,7 @@ class DelayedAnswers:
         except BaseException:
             if created is not None:  # an interruption, or no memory: the creation is answered alone
                 self.add(peer, created)
+                self.send_soon(peer)
             raise
 
     def _peer_gone(self, peer: Peer, reason: str) -> None:

@@ -172,7 +172,7 @@ class RRef(Generic[T]):
             RRefError: the reference cannot be used: its creation failed, or its agent is shut down.
             Exception: the error of the function that was to create the object.
         """
-        if self.is_owner():
+        if self._owner.is_self:
             seconds = self._references.calls.effective_timeout(timeout)
             began = time.monotonic()
             found = self._value("to_here", seconds)
@@ -225,7 +225,7 @@ class RRef(Generic[T]):
         creation = self._creation
         if creation is not None:
             creation.check()
-            if creation.outcome is None and self._owner.lost is None:
+            if creation.awaited.outcome is None and self._owner.lost is None:
                 return shell  # no failure is known yet
         elif self._owner.lost is None:
             missing = f"worker '{self._owner.name}', the owner, has not confirmed the reference"

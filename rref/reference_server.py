@@ -247,7 +247,10 @@ class ReferenceServer:
             else:
                 self._delayed.add(peer, frame.call_id)
             del content
-            self._answer_parked(parked, value)
+            try:
+                self._answer_parked(parked, value)
+            finally:
+                self._delayed.send_soon(peer)
 
         if name is not None:
             try:

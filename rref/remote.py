@@ -101,7 +101,8 @@ def remote(
         output = rref.rpc_sync().forward(torch.ones(1, 4))
     """
     shell = references()
-    timeout = shell.calls.effective_timeout(timeout)
+    calls = shell.calls
+    timeout = calls.rpc_timeout if timeout is UNSET_TIMEOUT else calls.effective_timeout(timeout)
     peer = shell.workers.find(to)
     if not callable(func):
         raise not_callable(func)
@@ -112,5 +113,9 @@ def remote(
     object_header: dict[str, Any] = {} if concurrency is None else {"concurrency": concurrency}
     if name is not None:
         object_header["name"] = check_object_name(name)
-    payload = shell.calls.dump_call(func, positional(args), keywords(kwargs), peer)
+    if type(args) is not tuple:
+        args = positional(args)
+    if type(kwargs) is not dict:
+        kwargs = keywords(kwargs)
+    payload = calls.dump_call(func, args, kwargs, peer)
     return shell.create(peer, object_header, payload, timeout, func, RRef._of)

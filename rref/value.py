@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -177,9 +176,11 @@ class Value:
 def _taken(entries: list[T]) -> list[T]:
     """Return all entries; each is given to only one thread."""
     taken: list[T] = []
-    with contextlib.suppress(IndexError):
-        while True:
+    while entries:
+        try:
             taken.append(entries.pop(0))
+        except IndexError:  # another thread has taken the last one
+            break
     return taken
 
 

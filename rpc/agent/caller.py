@@ -202,7 +202,7 @@ class Caller:
     def attach(self, header: dict[str, Any], peer: Peer) -> None:
         """Let the tape add to the header of a request without arguments."""
         tape = self._tracing.tape
-        recording = None if tape is None else tape.calling(peer)
+        recording = None if tape is None or tape.current() is None else tape.calling(peer)
         if tape is not None and recording is not None:
             note(tape, recording, [], header, peer, self._serializer)
 

@@ -79,6 +79,7 @@ out. After one or more inputs, take the actions and perform them: ``Send``, ``Co
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Final
 
 from rpc.errors import ProtocolError, RRefError
@@ -122,10 +123,11 @@ class Protocol:
         assert owner.take_actions() == [Free(rref)]
     """
 
-    __slots__ = ("_owner", "_peers", "_revoked", "_users", "actions", "me")
+    __slots__ = ("_numbers", "_owner", "_peers", "_revoked", "_users", "actions", "me")
 
     def __init__(self, me: Peer) -> None:
         self.me: Final = me
+        self._numbers = count(1)
         self._peers = Peers(me)
         self.actions: Final = self._peers.actions
         """Actions that the shell has yet to perform; see ``take_actions``."""
@@ -200,7 +202,7 @@ class Protocol:
 
     def new_id(self) -> tuple[int, int]:
         """Return an id for an object, a fork or a local reference. From any thread."""
-        return self._peers.new_id()
+        return self.me, next(self._numbers)
 
     def own(self, rref: RRefId | None = None) -> Ref:
         """Register an object that exists on this worker; returns its first local reference, which is also its

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import count
 from typing import Final
 
 from rpc.errors import ProtocolError
@@ -20,7 +19,7 @@ but one.
 
 
 class Peers:
-    """The living and the dead workers, the actions not yet taken, and the source of ids.
+    """The living and the dead workers, and the actions not yet taken.
 
     A peer that was never announced, and is not known to be dead, is considered alive from its first message
     on. Of dead peers only the incarnation is remembered, for the latest ``DEAD_MOST`` of them.
@@ -29,7 +28,6 @@ class Peers:
     __slots__ = (
         "_hearsay",
         "_hearsay_before",
-        "_numbers",
         "_suspects",
         "actions",
         "dead",
@@ -45,13 +43,8 @@ class Peers:
         self.unfenced: set[Peer] = set()  # dead peers that no fence has included yet; see fence
         self.actions: Final[list[Action]] = []
         self._suspects: set[Peer] = set()
-        self._numbers = count(1)
         self._hearsay: Counter[Peer] = Counter()
         self._hearsay_before: Counter[Peer] = Counter()
-
-    def new_id(self) -> tuple[int, int]:
-        """Return an id that is unique in the group, for a reference or a fork. From any thread."""
-        return self.me, next(self._numbers)
 
     def send(self, peer: Peer, message: Message) -> None:
         """Send ``message`` to ``peer``, unless it is dead."""
