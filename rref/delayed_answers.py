@@ -32,21 +32,17 @@ class DelayedAnswers:
         hooks.gone.append(self._peer_gone)
 
     def add(self, peer: Peer, call_id: int) -> None:
-        """Queue the answer to a creation by ``peer``; ``send_soon`` must follow."""
+        """Queue the answer to a creation by ``peer``; it is sent soon."""
         delayed = self._delayed.get(peer)
         if delayed is None:
             delayed = self._delayed.setdefault(peer, deque())
         delayed.append(call_id)
-
-    def send_soon(self, peer: Peer) -> None:
-        """Send ``peer`` what is delayed in a moment, unless it is sent with the answers to fetches before."""
-        if self._delayed.get(peer):
-            self._mailbox.gathered(self.send, peer)
+        self._mailbox.gathered(self.send, peer)
 
     def send(self, peer: Peer) -> None:
         """Send ``peer`` the answers that were delayed."""
         delayed = self._delayed.get(peer)
-        if not delayed:
+        if not delayed:  # the answers to fetches have answered them
             return
         nothing, codec = peer.codec.nothing, peer.codec.id
         try:
@@ -87,7 +83,6 @@ class DelayedAnswers:
         except BaseException:
             if created is not None:  # an interruption, or no memory: the creation is answered alone
                 self.add(peer, created)
-                self.send_soon(peer)
             raise
 
     def _peer_gone(self, peer: Peer, reason: str) -> None:

@@ -247,10 +247,7 @@ class ReferenceServer:
             else:
                 self._delayed.add(peer, frame.call_id)
             del content
-            try:
-                self._answer_parked(parked, value)
-            finally:
-                self._delayed.send_soon(peer)
+            self._answer_parked(parked, value)
 
         if name is not None:
             try:

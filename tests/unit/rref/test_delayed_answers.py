@@ -59,21 +59,6 @@ def test_the_creators_first_fetch_is_answered_together_with_the_creation(delayed
     assert (alone.kind, alone.call_id, bytes(alone.buffers[0])) == (Kind.REPLY, 9, VALUE)
 
 
-def test_the_loop_is_asked_for_answers_that_no_fetch_has_taken() -> None:
-    asked: list[Any] = []
-    mailbox: Any = SimpleNamespace(gathered=lambda send, peer: asked.append(peer))
-    hooks: Any = SimpleNamespace(gone=[])
-    delayed = DelayedAnswers(mailbox, hooks)
-    creator: Any = Worker()
-    delayed.add(creator, 7)
-    answer_fetch(delayed, creator, 8, creator)
-    delayed.send_soon(creator)
-    assert asked == []
-    delayed.add(creator, 9)
-    delayed.send_soon(creator)
-    assert asked == [creator]
-
-
 def test_a_creation_is_answered_alone_if_another_worker_fetches(delayed: DelayedAnswers) -> None:
     creator: Any = Worker()
     other: Any = Worker()
