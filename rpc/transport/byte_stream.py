@@ -172,7 +172,8 @@ class SocketStream(DescriptorStream):
             count: int = _send(self._descriptor, b"".join(pieces), size, _FLAGS)
             if count < 0:
                 _raise_what_broke()
-            return max(0, count)
+                return 0
+            return count
         try:
             return self.socket.sendmsg(pieces)
         except (BlockingIOError, InterruptedError):
