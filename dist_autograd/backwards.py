@@ -234,6 +234,7 @@ class Backwards:
         if running.own.progress.on(Event.END) is Action.FORGET:
             self._forget(running)
         self._answers.answer(running.peer, kind, call_id, payload)
+        self._executor.lend(running.peer.reader, at_once=False)
 
     def _forget(self, running: Participant) -> None:
         if self._running.pop(running.key, None) is not None and not running.whole:
