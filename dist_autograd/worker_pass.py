@@ -260,10 +260,11 @@ class WorkerPass:
         accumulate: bool = False,
     ) -> list[Tensor | None]:
         border = self.context.requests.border
-        # Go on with parameters as they are now: others may have stepped meanwhile.
-        border.catch_up()
+        if border.encloses:  # go on with parameters as they are now: others may have stepped meanwhile
+            border.catch_up()
+        ends = [_end(leaf) if leaf.node is None else GradientEdge(leaf.node, 0) for leaf in leaves]
+        ends.append(anchor())
         hooked = accumulate and any(not leaf.tensor.is_cpu for leaf in leaves)
-        ends = [*map(_end, leaves), anchor()]
         run = partial(
             engine.run, inputs=ends, retain_graph=self.retain_graph, accumulate=accumulate, known_as=self
         )
@@ -274,7 +275,8 @@ class WorkerPass:
             else:
                 captured = run(roots, gradients)
         found = list(captured[: len(leaves)])
-        border.keep(found)
+        if border.encloses:
+            border.keep(found)
         return found
 
     def _tickets(self) -> Tensor:
@@ -310,7 +312,9 @@ class WorkerPass:
             finish(self._reach.nodes(), lambda: self._run.issuperset(map(id, newer)), self.progress.check)
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self._await_one_of((sent.number,))
-        self.context.requests.border.catch_up()
+        border = self.context.requests.border
+        if border.encloses:
+            border.catch_up()
         self._take_gradients(sent)
         gradients, nothing = self._gradients[sent.number], engine.empty()
         return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]
@@ -393,9 +397,7 @@ class WorkerPass:
         self.progress.on(Event.NEWS)
 
 
-def _end(leaf: Leaf) -> Tensor | GradientEdge:
-    """Return where a run that reaches a leaf ends; nothing reaches one that was frozen after it was sent."""
-    if leaf.node is not None:
-        return GradientEdge(leaf.node, 0)
+def _end(leaf: Leaf) -> Tensor:
+    """Return where a run ends at a leaf without a node; nothing reaches one that was frozen since."""
     tensor: Tensor = leaf.tensor
     return tensor if tensor.requires_grad else anchor()

@@ -61,7 +61,7 @@ class Border:
     """The border of a worker whose messages are in memory: nothing is to be done. From any thread.
 
     Attributes:
-        encloses: whether requests are to be run by ``enclosed``.
+        encloses: whether anything is to be done: requests run by ``enclosed``, answers waited for.
     """
 
     encloses = False
