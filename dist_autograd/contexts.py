@@ -316,8 +316,11 @@ class Contexts:
             if oldest <= self._left.get(maker, 0) or creator.lost is not None:
                 return
             self._left[maker] = oldest
-        older = [each for each in list(self._known.values()) if each.creator == maker and each.id < oldest]
-        ended = [context for context in older if self._end(context, creator)]
+        ended = [
+            each
+            for each in self._known.copy().values()
+            if each.creator == maker and each.id < oldest and self._end(each, creator)
+        ]
         if this_thread.must_not_block is None:  # it runs the call, and another thread would have to be woken
             _let_go(ended)
         elif ended:

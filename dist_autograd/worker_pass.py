@@ -14,7 +14,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +39,9 @@ from rpc.runtime.torch_internals import is_profiler_enabled
 from rpc.wire.frames import Frame
 
 __all__ = ["Links", "WorkerPass"]
+
+_EDGE: Final = attrgetter("grad_fn", "output_nr")
+"""Returns the edge that a tensor is the value of."""
 
 
 class Links(Protocol):
@@ -92,7 +97,7 @@ class WorkerPass:
 
     def start(self, roots: Sequence[Tensor]) -> list[Mark]:
         """Start from the roots; returns the marks that they lead to on other workers, or on this one."""
-        return self._extend(ROOTS, [(root.grad_fn, root.output_nr) for root in roots])
+        return self._extend(ROOTS, list(map(_EDGE, roots)))
 
     def mark(self, marks: Iterable[tuple[int, int]], receiver: Peer) -> list[Mark]:
         """Record which tensors of messages sent from here take part; returns the marks that follow.
@@ -163,7 +168,7 @@ class WorkerPass:
 
     def _run_all(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         reach = self._reach
-        leaves = [leaf for reached in reach.leaves.values() for leaf in reached]
+        leaves = list(chain.from_iterable(reach.leaves.values()))
         averaged = self._models.among([leaf.tensor for leaf in leaves]) if self._models.any else []
         if averaged and self._accumulates(leaves, averaged):
             with accumulating([leaf.tensor for leaf in leaves], self._models, self) as captured:
@@ -233,7 +238,7 @@ class WorkerPass:
                 found[number] = self._run_message(number, self._reach.leaves[number])
         if len(found) == 1:
             return found.popitem()[1]
-        return [gradient for start in self._reach.leaves for gradient in found[start]]
+        return list(chain.from_iterable(map(found.__getitem__, self._reach.leaves)))
 
     def _run_message(self, number: int, leaves: list[Leaf]) -> list[Tensor | None]:
         """Run the graph behind a message; returns the gradients of its leaves."""
