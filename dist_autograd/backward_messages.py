@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
@@ -61,6 +62,9 @@ PART: Final = Kind.EXTENSION + 21
 WHOLE_PART: Final = Kind.EXTENSION + 22
 
 _WHAT: Final = "a distributed backward"
+
+_OF_SENDER: Final = itemgetter(slice(1, None))
+"""Returns a mark as its sender knows it: the message's number, and the tensor's index."""
 
 Key = tuple[int, int]
 """Id of a backward pass: the incarnation of its root, and a number."""
@@ -144,7 +148,8 @@ class SentMessages:
         self, key: Key, context: Context, peer: Peer, retain_graph: bool, marks: Iterable[Mark]
     ) -> PendingCall:
         """Ask a worker which marks follow from some; see ``marks_in``."""
-        payload = Payload({"backward": _request(key, context, retain_graph, marks, None)}, [])
+        asked = [key[1], context.id, retain_graph, list(map(_OF_SENDER, marks)), None]
+        payload = Payload({"backward": asked}, [])
         return self._caller.request(peer, MARK, payload, 0, _WHAT)
 
     def marks_in(self, answer: PendingCall) -> list[Mark]:
@@ -183,7 +188,8 @@ class SentMessages:
                 origin, gradients = whole
                 kind, message, part.whole = WHOLE_PART, origin.message, optimizer is None
                 payload = self.dump(gradients, origin)
-            payload.header["backward"] = _request(key, context, retain_graph, marks, message)
+            marked = list(map(_OF_SENDER, marks))
+            payload.header["backward"] = [key[1], context.id, retain_graph, marked, message]
             if optimizer is not None:
                 payload.header["object"] = list(optimizer)
             self._caller.transmit(part, kind, payload)
@@ -231,12 +237,6 @@ class SentMessages:
         failure = failure_of(peer.member.info, error)
         failure.__cause__ = error
         return failure
-
-
-def _request(
-    key: Key, context: Context, retain_graph: bool, marks: Iterable[Mark], message: int | None
-) -> list[Any]:
-    return [key[1], context.id, retain_graph, [mark[1:] for mark in marks], message]
 
 
 def failure_of(worker: WorkerInfo, error: BaseException) -> BackwardError:

@@ -1,13 +1,15 @@
 """The backward passes that this worker takes part in, started by it (the root) or by other workers.
 
-Message handlers run on the loop's thread. A worker's part runs on a thread of its own, which
-is not counted by the executor of calls, because it waits for other workers. A whole part waits for nothing,
-and runs as a call does: on the thread that received it, if that thread reads for itself.
+Messages are handled on the thread that has received them, those of one root one after another. A worker's
+part runs on a thread of its own, which is not counted by the executor of calls, because it waits for other
+workers. A whole part waits for nothing, and runs as a call does: on the thread that received it, if that
+thread reads for itself.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -89,10 +91,11 @@ class Backwards:
         """
         self._numbers = itertools.count(1)
         self._threads: Executor | None = None
-        messages.on(kinds.MARK, self._mark_arrived)
-        messages.on(kinds.PART, self._part_arrived)
+        self._making_threads = threading.Lock()
+        messages.on(kinds.MARK, self._mark_arrived, any_thread=True)
+        messages.on(kinds.PART, self._part_arrived, any_thread=True)
         messages.on(kinds.WHOLE_PART, self._whole_part_arrived, any_thread=True)
-        messages.on(kinds.GRADIENTS, self._gradients_arrived)
+        messages.on(kinds.GRADIENTS, self._gradients_arrived, any_thread=True)
         messages.on(kinds.ABORT, self._abort_arrived)
         contexts.on_end(self._context_over)
         hooks.gone.append(self._peer_gone)
@@ -123,15 +126,13 @@ class Backwards:
 
     # ---- started by other workers
 
-    def _mark_arrived(self, peer: Peer, frame: Frame) -> None:
+    def _mark_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         asked = kinds.read_request(frame)
         running = self._participant(peer, asked, whole=False)
         if running is not None:
             self._enter(running)
         request = Request(peer, frame)
-        task = self._requests.accept(request, lambda request: self._mark(request, running, asked))
-        if task is not None:
-            self._executor.submit(task)
+        return self._requests.accept(request, lambda request: self._mark(request, running, asked))
 
     def _mark(self, request: Request, running: Participant | None, asked: PartRequest) -> None:
         peer, call_id = request.peer, request.frame.call_id
@@ -148,8 +149,9 @@ class Backwards:
     def _part_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         task = self._begun(peer, frame, whole=False)
         try:
-            if self._threads is None:
-                self._threads = Executor(_THREADS, "farcall-backward")
+            with self._making_threads:
+                if self._threads is None:
+                    self._threads = Executor(_THREADS, "farcall-backward")
             self._threads.submit_at_once(task)
         except RuntimeError as error:
             return self._without_thread, (task, str(error))
@@ -203,9 +205,12 @@ class Backwards:
             if not running.whole:  # otherwise it is a task from now on
                 self._activity.postponed.begin()
             self._running[running.key] = running
-        context = running.own.context
-        if context.over:  # since it was found: what ends its passes may not have seen this one
+        context, failed = running.own.context, self._failed.get(running.key)
+        # Since it was looked for: what ends it on another thread may not have seen it.
+        if context.over:
             self._fail(running, self._over_error(context))
+        elif failed is not None:
+            self._fail(running, failed)
 
     def _over(self, root: Peer, asked: PartRequest) -> BaseException:
         """Return the error for a message about a pass that is over, or whose context is."""
@@ -216,7 +221,8 @@ class Backwards:
         self._answers.fail(*part)
 
     def _run_part(self, part: tuple[Participant, int, list[Any]]) -> None:
-        self._requests.border.answering(self._run_and_answer, self._run_and_answer)(*part)
+        run, border = self._run_and_answer, self._requests.border
+        (border.answering(run, run) if border.encloses else run)(*part)
 
     def _run_and_answer(
         self, running: Participant, call_id: int, marks: list[Any], failure: BaseException | None = None
@@ -234,6 +240,7 @@ class Backwards:
         if running.own.progress.on(Event.END) is Action.FORGET:
             self._forget(running)
         self._answers.answer(running.peer, kind, call_id, payload)
+        self._executor.lend(running.peer.reader, at_once=False)
 
     def _forget(self, running: Participant) -> None:
         if self._running.pop(running.key, None) is not None and not running.whole:
@@ -261,11 +268,11 @@ class Backwards:
             raise
 
     def _fail_early(self, key: Key, error: Error) -> None:
-        """End a pass, also if its mark or its start has not arrived yet. On the loop's thread."""
+        """End a pass, also if its mark or its start has not arrived yet."""
         if key[0] != self._contexts.incarnation:
             self._failed[key] = error
             if len(self._failed) > _REMEMBERED:
-                del self._failed[next(iter(self._failed))]
+                self._failed.pop(next(iter(self._failed)), None)
         running = self._running.get(key)
         if running is not None:
             self._fail(running, error)

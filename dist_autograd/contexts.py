@@ -116,7 +116,9 @@ class Context:
         """
         with self._lock:
             known = self._gradients
-            self._work = self._work or self.requests.border.work_on(gradients)
+            border = self.requests.border
+            if border.encloses:
+                self._work = self._work or border.work_on(gradients)
             if self._work is not None:
                 self._work.join([known[id(leaf.tensor)][1] for leaf in leaves if id(leaf.tensor) in known])
             for reached, gradient in zip(leaves, gradients, strict=True):
@@ -163,7 +165,7 @@ class Contexts:
     Args:
         incarnation: incarnation of this worker.
         requests, workers, messages: parts of this worker's agent.
-        when_made: called before a context becomes known, or may become so.
+        when_first: called before the first context becomes known, or may become so.
 
     Attributes:
         incarnation, requests: as given.
@@ -180,7 +182,7 @@ class Contexts:
         hooks: Hooks,
         mailbox: Mailbox,
         executor: Executor,
-        when_made: Callable[[], object],
+        when_first: Callable[[], object],
     ) -> None:
         self.incarnation = incarnation
         self.requests = requests
@@ -188,7 +190,7 @@ class Contexts:
         self._messages = messages
         self._mailbox = mailbox
         self._executor = executor
-        self._when_made = when_made
+        self._when_first: Callable[[], object] | None = when_first
         self._known: dict[int, Context] = {}
         self.find: Callable[[int], Context | None] = self._known.get
         self._counter = itertools.count(secrets.randbits(COUNTER_BITS - 1))
@@ -233,9 +235,16 @@ class Contexts:
             return None
         return context
 
+    def _begin(self) -> None:
+        call = self._when_first
+        if call is not None:
+            call()  # first: another thread must not go on before
+            self._when_first = None
+
     def new(self) -> Context:
         """Make a context whose creator is this worker."""
-        self._when_made()
+        if self._when_first is not None:
+            self._begin()
         rank = self._workers.own.member.id << COUNTER_BITS
         with self._lock:
             while True:
@@ -278,8 +287,8 @@ class Contexts:
         Raises:
             WorkerLostError: it is over because of a loss, or its creator is gone.
         """
-        if context_id not in self._known:
-            self._when_made()
+        if self._when_first is not None:
+            self._begin()
         with self._lock:
             if creator == self.incarnation or context_id in self._over:
                 self.check(context_id)
@@ -307,8 +316,11 @@ class Contexts:
             if oldest <= self._left.get(maker, 0) or creator.lost is not None:
                 return
             self._left[maker] = oldest
-        older = [each for each in list(self._known.values()) if each.creator == maker and each.id < oldest]
-        ended = [context for context in older if self._end(context, creator)]
+        ended = [
+            each
+            for each in self._known.copy().values()
+            if each.creator == maker and each.id < oldest and self._end(each, creator)
+        ]
         if this_thread.must_not_block is None:  # it runs the call, and another thread would have to be woken
             _let_go(ended)
         elif ended:

@@ -100,7 +100,12 @@ class Reach:
             elif before[1] != start:
                 self.separate = False
             if isinstance(node, recv):
-                self._mark(node, output, marks, is_new=before is None)
+                if before is None:
+                    self.recvs.append(node)
+                mark = _new_mark(Mark, (node.origin.sender, node.origin.message, output))
+                if mark not in self.marks:
+                    self.marks.add(mark)
+                    marks.append(mark)
             elif before is None:
                 following = node.next_functions
                 if following:
@@ -128,14 +133,6 @@ class Reach:
         leaf = Leaf(tensor, node, start)
         self._known.setdefault(id(tensor), leaf)
         self.leaves.setdefault(start, []).append(leaf)
-
-    def _mark(self, node: Any, output: int, marks: list[Mark], *, is_new: bool) -> None:
-        if is_new:
-            self.recvs.append(node)
-        mark = _new_mark(Mark, (node.origin.sender, node.origin.message, output))
-        if mark not in self.marks:
-            self.marks.add(mark)
-            marks.append(mark)
 
 
 def marks_behind(node: Any, recv: type[Any], context_id: int, limit: int) -> tuple[list[Mark], int] | None:

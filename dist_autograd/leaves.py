@@ -71,7 +71,7 @@ def _elements(gradient: Tensor) -> Tensor | None:
 
 def _references(tensors: Sequence[Tensor | None]) -> list[int]:
     """Return the number of Python's references to each tensor."""
-    return [sys.getrefcount(tensor) for tensor in tensors]
+    return list(map(sys.getrefcount, tensors))
 
 
 def _is_held_by_others(gradient: Any, elements: Tensor, storage: Any) -> bool:

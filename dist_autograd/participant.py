@@ -68,7 +68,8 @@ class Participant:
     def post(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         if self.whole and self.step is None and origin.source is self.peer:
             before = self._held_back
-            work = self.own.context.requests.border.work_on(gradients)
+            border = self.own.context.requests.border
+            work = border.work_on(gradients) if border.encloses else None
             self._held_back = origin, gradients, work
             if before is None:
                 return

@@ -149,7 +149,10 @@ class Recv(Function):
     def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], origin: Origin) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
         ctx.origin = origin
-        ctx.elsewhere = not all(tensor.is_cpu for tensor in tensors)
+        ctx.elsewhere = False
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                ctx.elsewhere = True
         return tuple(tensors)
 
     @staticmethod

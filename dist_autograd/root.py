@@ -114,7 +114,8 @@ class Root:
             self._run_own(roots, nested)
             while self._left:
                 self.own.progress.check()
-                self._wait_for(self._one_part(), lambda: not self._left)
+                part = next(iter(self._parts.copy().values()), None)
+                self._wait_for(part, lambda: not self._left)
             self.own.progress.check()
         except BaseException as error:
             self.fail(given_up)  # the part of a nested one may go on after an interruption
@@ -213,11 +214,8 @@ class Root:
     # ---- wait
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        part = self._one_part() if len(self._left) == 1 else None
+        part = next(iter(self._parts.copy().values()), None) if len(self._left) == 1 else None
         self._wait_for(part if part is not None and part.whole else None, ready)
-
-    def _one_part(self) -> RemotePart | None:
-        return next(iter(tuple(self._parts.values())), None)
 
     def _wait_for(self, part: RemotePart | None, ready: Callable[[], bool]) -> None:
         """Wait for the end of a part, or for any event if there is no part to wait for."""

@@ -14,7 +14,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +39,9 @@ from rpc.runtime.torch_internals import is_profiler_enabled
 from rpc.wire.frames import Frame
 
 __all__ = ["Links", "WorkerPass"]
+
+_EDGE: Final = attrgetter("grad_fn", "output_nr")
+"""Returns the edge that a tensor is the value of."""
 
 
 class Links(Protocol):
@@ -92,7 +97,7 @@ class WorkerPass:
 
     def start(self, roots: Sequence[Tensor]) -> list[Mark]:
         """Start from the roots; returns the marks that they lead to on other workers, or on this one."""
-        return self._extend(ROOTS, [(root.grad_fn, root.output_nr) for root in roots])
+        return self._extend(ROOTS, list(map(_EDGE, roots)))
 
     def mark(self, marks: Iterable[tuple[int, int]], receiver: Peer) -> list[Mark]:
         """Record which tensors of messages sent from here take part; returns the marks that follow.
@@ -163,7 +168,7 @@ class WorkerPass:
 
     def _run_all(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         reach = self._reach
-        leaves = [leaf for reached in reach.leaves.values() for leaf in reached]
+        leaves = list(chain.from_iterable(reach.leaves.values()))
         averaged = self._models.among([leaf.tensor for leaf in leaves]) if self._models.any else []
         if averaged and self._accumulates(leaves, averaged):
             with accumulating([leaf.tensor for leaf in leaves], self._models, self) as captured:
@@ -233,7 +238,7 @@ class WorkerPass:
                 found[number] = self._run_message(number, self._reach.leaves[number])
         if len(found) == 1:
             return found.popitem()[1]
-        return [gradient for start in self._reach.leaves for gradient in found[start]]
+        return list(chain.from_iterable(map(found.__getitem__, self._reach.leaves)))
 
     def _run_message(self, number: int, leaves: list[Leaf]) -> list[Tensor | None]:
         """Run the graph behind a message; returns the gradients of its leaves."""
@@ -260,10 +265,11 @@ class WorkerPass:
         accumulate: bool = False,
     ) -> list[Tensor | None]:
         border = self.context.requests.border
-        # Go on with parameters as they are now: others may have stepped meanwhile.
-        border.catch_up()
+        if border.encloses:  # go on with parameters as they are now: others may have stepped meanwhile
+            border.catch_up()
+        ends = [_end(leaf) if leaf.node is None else GradientEdge(leaf.node, 0) for leaf in leaves]
+        ends.append(anchor())
         hooked = accumulate and any(not leaf.tensor.is_cpu for leaf in leaves)
-        ends = [*map(_end, leaves), anchor()]
         run = partial(
             engine.run, inputs=ends, retain_graph=self.retain_graph, accumulate=accumulate, known_as=self
         )
@@ -274,7 +280,8 @@ class WorkerPass:
             else:
                 captured = run(roots, gradients)
         found = list(captured[: len(leaves)])
-        border.keep(found)
+        if border.encloses:
+            border.keep(found)
         return found
 
     def _tickets(self) -> Tensor:
@@ -310,7 +317,9 @@ class WorkerPass:
             finish(self._reach.nodes(), lambda: self._run.issuperset(map(id, newer)), self.progress.check)
         self._check_recvs_have_run(newer, f"before message {sent.number}")
         self._await_one_of((sent.number,))
-        self.context.requests.border.catch_up()
+        border = self.context.requests.border
+        if border.encloses:
+            border.catch_up()
         self._take_gradients(sent)
         gradients, nothing = self._gradients[sent.number], engine.empty()
         return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]
@@ -393,9 +402,7 @@ class WorkerPass:
         self.progress.on(Event.NEWS)
 
 
-def _end(leaf: Leaf) -> Tensor | GradientEdge:
-    """Return where a run that reaches a leaf ends; nothing reaches one that was frozen after it was sent."""
-    if leaf.node is not None:
-        return GradientEdge(leaf.node, 0)
+def _end(leaf: Leaf) -> Tensor:
+    """Return where a run ends at a leaf without a node; nothing reaches one that was frozen since."""
     tensor: Tensor = leaf.tensor
     return tensor if tensor.requires_grad else anchor()

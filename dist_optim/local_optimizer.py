@@ -7,13 +7,14 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
+from itertools import islice, repeat
+from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import dist_autograd
+from dist_autograd.contexts import Context
 from dist_autograd.installation import autograd
 from rpc.api import get_worker_info
 from rpc.errors import with_article
@@ -102,20 +103,21 @@ class LocalOptimizer:
         return [found.get(parameter) for parameter in self._parameters]
 
     def _step(self, gradients: Sequence[Tensor | None]) -> None:
-        before = [parameter.grad for parameter in self._optimized]
-        count = sum(gradient is not None for gradient in gradients)
+        optimized = self._optimized
+        before = [parameter.grad for parameter in optimized]
+        count = sum(map(is_not, gradients, repeat(None)))
         try:
-            for optimized, parameter, gradient in zip(
-                self._optimized, self._parameters, gradients, strict=True
-            ):
-                if optimized is not parameter and optimized.data_ptr() != parameter.data_ptr():
-                    optimized.data = parameter.data  # the parameter's memory was replaced
-                optimized.grad = gradient
+            if optimized is not self._parameters:
+                for alias, parameter in zip(optimized, self._parameters, strict=True):
+                    if alias.data_ptr() != parameter.data_ptr():
+                        alias.data = parameter.data  # the parameter's memory was replaced
+            for parameter, gradient in zip(optimized, gradients, strict=True):
+                parameter.grad = gradient
             with spans.span("optimizer step", parameters=count):
                 self._optimizer.step()
         finally:
-            for optimized, gradient in zip(self._optimized, before, strict=True):
-                optimized.grad = gradient
+            for parameter, gradient in zip(optimized, before, strict=True):
+                parameter.grad = gradient
 
     def norms(self, context_id: int, norm_type: float) -> Tensor:
         """Return the norm of each gradient that the context has for these parameters; shape (number of
@@ -141,9 +143,10 @@ class LocalOptimizer:
 
     def scale(self, context_id: int, factor: float) -> None:
         """Multiply the gradients that the context has for these parameters by ``factor``."""
-        if _is_known(context_id):
+        context = _known(context_id)
+        if context is not None:
             # Out of place: two leaves may share one tensor as their gradient.
-            dist_autograd.change_gradients(context_id, self._parameters, lambda gradient: gradient * factor)
+            context.change(self._parameters, lambda gradient: gradient * factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the optimizer's state, as ``torch.optim.Optimizer.state_dict`` returns it."""
@@ -190,17 +193,21 @@ def _updates(optimizer: object) -> AbstractContextManager[Any]:
 
 def _gradients(context_id: int) -> dict[Tensor, Tensor]:
     """Return the context's gradients on this worker; empty if nothing of the context was computed here."""
-    return dist_autograd.get_gradients(context_id) if _is_known(context_id) else {}
+    context = _known(context_id)
+    return {} if context is None else context.gradients()
 
 
-def _is_known(context_id: int) -> bool:
-    """Whether anything of a context was computed here. Raises ``WorkerLostError`` if it is over because of a
-    loss.
+def _known(context_id: int) -> Context | None:
+    """Return a context; None if nothing of it was computed here.
+
+    Raises:
+        WorkerLostError: it is over because of a loss.
     """
-    if dist_autograd.has_context(context_id):
-        return True
-    autograd().contexts.check(context_id)
-    return False
+    contexts = autograd().contexts
+    found = contexts.find(context_id)
+    if found is None:
+        contexts.check(context_id)
+    return found
 
 
 def _elements(gradient: Tensor) -> Tensor:

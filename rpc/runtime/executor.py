@@ -178,7 +178,8 @@ class Executor:
 
     def lend(self, source: TaskSource | None, *, at_once: bool) -> int:
         """For a task that is about to end: have its thread wait for its next task at a source, if there is
-        one, and if no task waits for a thread. Returns the number of tasks that do.
+        one, and if no task waits for a thread. What it has claimed before stays claimed. Returns the number
+        of tasks that wait for a thread.
 
         Args:
             at_once: whether the source's place is claimed now, and not when the task has ended.
@@ -188,7 +189,7 @@ class Executor:
         if source is None or worker is None or waiting or self._stopped:
             return waiting
         claimed = source.claim(idle=True) if at_once else None
-        if claimed is not None or not at_once:
+        if claimed is not None or (not at_once and worker.source is None):
             worker.source, worker.claimed = source, claimed
         return waiting
 

@@ -19,6 +19,7 @@ from torch import Tensor
 import dist_autograd
 import rpc
 from dist_autograd.installation import autograd
+from dist_optim import DistributedOptimizer
 from rpc.errors import WorkerLostError
 from tests.fuzz.autograd.interpretation import (
     Calls,
@@ -40,6 +41,8 @@ from tests.fuzz.autograd.reference import passes
 _stations: dict[int, Station] = {}
 _runs: dict[tuple[int, int], Run] = {}
 _doers: list[rpc.RRef[Doer]] = []
+_steps: dict[tuple[int, int], list[Tensor | None]] = {}
+"""By run: the gradients that this worker's optimizer has stepped with."""
 
 
 def name_of(worker: int) -> str:
@@ -113,6 +116,7 @@ def forget(seed: int) -> Observed:
     station = _stations.pop(seed)
     for index in range(station.program.runs):
         _runs.pop((seed, index)).close()
+        _steps.pop((seed, index), None)
     return Observed(seen=dict(station.seen))
 
 
@@ -161,13 +165,49 @@ def run_forward_and_backward(seed: int, index: int, context_id: int) -> list[Ten
     program = _stations[seed].program
     if not program.remote_root:
         roots = main(seed, index)
-        _run_passes(
-            program.plan, roots, lambda some, retain: dist_autograd.backward(context_id, some, retain)
-        )
+        optimizer = _optimizer(program, index) if program.steps else None
+
+        def run(some: list[Tensor], retain: bool) -> None:
+            if optimizer is None or retain:
+                dist_autograd.backward(context_id, some, retain)
+            else:
+                optimizer.backward_and_step(context_id, some)
+
+        _run_passes(program.plan, roots, run)
         return [root.detach() for root in roots]
     references = rpc.rpc_sync(name_of(program.bodies[0].worker), main_for_another, args=(seed, index))
     _run_passes(program.plan, references, lambda some, retain: some[0].backward(context_id, retain))
     return [reference.to_here().detach() for reference in references]
+
+
+def _optimizer(program: Program, index: int) -> DistributedOptimizer:
+    workers = map(name_of, range(program.workers))
+    parameters = [
+        each for name in workers for each in rpc.rpc_sync(name, parameters_of, args=(program.seed,))
+    ]
+    return DistributedOptimizer(Witness, parameters, program.seed, index)
+
+
+def parameters_of(seed: int) -> list[rpc.RRef[Tensor]]:
+    """References to all that gets a gradient on this worker."""
+    return [rpc.RRef(each) for each in _stations[seed].parameters().values()]
+
+
+class Witness(torch.optim.Optimizer):
+    """Changes nothing, and keeps the gradients that it steps with.
+
+    Args:
+        seed, index: of the run that it is for.
+    """
+
+    def __init__(self, parameters: Any, seed: int, index: int) -> None:
+        super().__init__(parameters, {})
+        self._run = seed, index
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nobody uses what it returns
+        [group] = self.param_groups
+        gradients = [each.grad for each in group["params"]]
+        _steps[self._run] = [None if each is None else each.clone() for each in gradients]
 
 
 def _observed(program: Program, index: int, context_id: int, roots: list[Tensor]) -> Observed:
@@ -216,6 +256,9 @@ def observe(seed: int, index: int, context_id: int) -> Observed:
         observed.gradients[name] = gradients.pop(parameter, None)
         if parameter.grad is not None:
             observed.gradients[f"{name}.grad"] = parameter.grad
+    if _stations[seed].program.steps:
+        for name, gradient in zip(_stations[seed].parameters(), _steps[seed, index], strict=True):
+            observed.gradients[f"{name} in the step"] = gradient
     for number, gradient in enumerate(gradients.values()):
         observed.gradients[f"worker{_stations[seed].worker} unknown tensor {number}"] = gradient
     return observed

@@ -175,6 +175,12 @@ class Program:
         return self.seed % 5 != 0
 
     @property
+    def steps(self) -> bool:
+        """Whether the last backward of each run is asked for together with an optimizer's step."""
+        together = self.plan is not Plan.AT_ONCE and not self.shared_context and not self.remote_root
+        return together and self.seed % 3 == 0
+
+    @property
     def remote_root(self) -> bool:
         """Whether the roots are on other workers than the driver."""
         return self.driver != self.bodies[0].worker
@@ -188,7 +194,7 @@ class Program:
             f"driven by worker{self.driver}; leaves and modules with hooks: {hooked}",
             *self._lines(0, ""),
             *(f"root {number} = sum of {', '.join(root)}" for number, root in enumerate(self.roots)),
-            self.plan.value,
+            self.plan.value + (", the last with a step" if self.steps else ""),
         ]
         return "\n".join(lines)
 

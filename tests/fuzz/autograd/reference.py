@@ -46,6 +46,8 @@ def run_in_one_process(program: Program) -> tuple[Observed, Observed]:
         for name, parameter in station.parameters().items():
             gradient = parameter.grad
             context.gradients[name] = None if gradient is None else gradient * times
+            if program.steps:
+                context.gradients[f"{name} in the step"] = context.gradients[name]
         shared.update(Observed(seen={key: seen * program.runs for key, seen in station.seen.items()}))
         run.close()
     context.roots = [root.detach() for root in roots]

@@ -35,6 +35,7 @@ EVERYTHING = {
     *Kind,
     *(
         "runs in one context",
+        "a step",
         "runs in contexts of their own",
         "remote root",
         "several roots",
@@ -73,7 +74,7 @@ def contents(program: Program) -> Iterator[Any]:
     if program.runs > 1:
         yield "runs in one context" if program.shared_context else "runs in contexts of their own"
     yield from ["remote root"] * program.remote_root + ["several roots"] * (len(program.roots) > 1)
-    yield from ["leaves hooked"] * bool(program.hooked)
+    yield from ["leaves hooked"] * bool(program.hooked) + ["a step"] * program.steps
     sizes = {
         step.outputs[0]: bytes_of_tiles(step.variant)
         for body in program.bodies

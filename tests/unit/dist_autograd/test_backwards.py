@@ -12,13 +12,14 @@ from dist_autograd.backward_messages import ABORT, MARK, WHOLE_PART
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models
+from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.border import Border
 from rpc.errors import AutogradError, ProtocolError
 from rpc.group.peer import Peer
 from rpc.wire.frames import Frame
 
 ME, ROOT, CONTEXT, NUMBER = 1, 2, 7, 5
-root = cast("Peer", SimpleNamespace(incarnation=ROOT, name="root", lost=None))
+root = cast("Peer", SimpleNamespace(incarnation=ROOT, name="root", lost=None, reader=None))
 
 
 class Participating:
@@ -53,7 +54,7 @@ class Participating:
             answer=lambda peer, kind, call_id, payload: self.answers.append(payload.header),
         )
         requests = SimpleNamespace(accept=lambda request, run: (run, request), border=Border())
-        executor = SimpleNamespace(submit=lambda task: task[0](task[1]))
+        executor = SimpleNamespace(submit=lambda task: task[0](task[1]), lend=lambda source, *, at_once: None)
         contexts = SimpleNamespace(
             incarnation=ME,
             find=self._find,
@@ -125,6 +126,21 @@ def test_a_part_that_arrives_after_a_mark_and_its_abort_is_refused() -> None:
 def test_no_pass_is_left_open_if_its_context_ends_while_it_is_entered(kind: int) -> None:
     worker = Participating()
     worker.on_find = lambda: end(worker.context)  # as another thread does
+    worker.receive(kind, asked())
+    assert len(worker.backwards) == worker.open == 0
+
+
+@pytest.mark.parametrize("kind", [MARK, WHOLE_PART])
+def test_no_pass_is_left_open_if_it_is_aborted_while_it_is_entered(
+    kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Participating()
+
+    def made(*parts: Any) -> WorkerPass:
+        worker.receive(ABORT, {"abort": [NUMBER, "no gradient today"]})  # as another thread does
+        return WorkerPass(*parts)
+
+    monkeypatch.setattr("dist_autograd.backwards.WorkerPass", made)
     worker.receive(kind, asked())
     assert len(worker.backwards) == worker.open == 0
 

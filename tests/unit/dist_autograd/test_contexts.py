@@ -59,7 +59,7 @@ class World:
             later=lambda seconds, function: self.due.append(function),
         )
         self.due: list[Callable[[], object]] = []
-        self.when_made: Callable[[], object] = lambda: None
+        self.when_first: Callable[[], object] = lambda: None
         self.sent: list[tuple[int, Any]] = []
         answers: Any = SimpleNamespace()
         self.contexts = Contexts(me, answers, workers, messages, hooks, mailbox, executor, self._make)
@@ -67,7 +67,7 @@ class World:
         self.release = hooks.release
 
     def _make(self) -> None:
-        self.when_made()
+        self.when_first()
 
     def _send(self, peer: Any, kind: int, call_id: int, payload: Payload, **_: Any) -> None:
         self.sent.append((peer.incarnation, payload.header))
@@ -106,7 +106,7 @@ def test_who_learns_of_a_context_through_the_dead_asks_its_creator(world: World)
 
 
 def test_a_context_whose_creator_dies_as_it_comes_is_over(world: World) -> None:
-    world.when_made = lambda: world.die(CREATOR)
+    world.when_first = lambda: world.die(CREATOR)
     with pytest.raises(WorkerLostError, match="worker 2' is gone: killed"):
         world.join()
     assert not len(world.contexts)

@@ -363,3 +363,41 @@ def test_task_that_must_not_wait_for_others_is_refused_where_there_is_no_thread(
     go_on.set()
     until(lambda: executor.active() == 0)
     assert not done.is_set()
+
+
+class OneTask:
+    """A source with one task; it records the places that are claimed, and that a thread waits in."""
+
+    def __init__(self) -> None:
+        self.claimed: list[int] = []
+        self.waited_in: list[int] = []
+        self.done = threading.Event()
+        self._tasks: list[Task] = [(lambda _: self.done.set(), None)]
+
+    def claim(self, *, idle: bool) -> int:
+        self.claimed.append(len(self.claimed) + 1)
+        return self.claimed[-1]
+
+    def next_task(self, claimed: int, timeout: float | None, /) -> Task | None:
+        self.waited_in.append(claimed)
+        return self._tasks.pop() if self._tasks else None
+
+    def leave(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+
+def test_a_thread_that_is_lent_twice_keeps_the_place_that_it_has_claimed(
+    make: Callable[[int], Executor],
+) -> None:
+    executor, source = make(1), OneTask()
+
+    def task(_: object) -> None:
+        executor.lend(source, at_once=True)
+        executor.lend(source, at_once=False)
+
+    executor.submit((task, None))
+    assert source.done.wait(SOON)
+    assert source.waited_in[0] == 1
