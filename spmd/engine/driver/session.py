@@ -196,7 +196,7 @@ class Session:
             if reference is not None and (made := reference()) is not None:
                 outputs.append(number)
                 alive.append(made)
-        key = (specs, kept_inputs, tuple(recording.operations), tuple(outputs))
+        key = (specs, kept_inputs, tuple(recording.flat), tuple(outputs))
         known = self._programs[key]
         is_new = known is None
         if known is None:
@@ -215,7 +215,7 @@ class Session:
         self.counts["new_auto"] += compiled and self.planner is not None
         gone = set(inputs).difference([inputs[place] for place in kept_inputs])
         self._send(
-            UnderWay([], known, recording.operations, recording.positions, inputs, range(first, self._ids)),
+            UnderWay([], known, recording.positions, inputs, range(first, self._ids)),
             base,
             parts,
             tuple(recording.scalars),
