@@ -292,23 +292,25 @@ class Session:
             known.epoch, known.repetition = self._epoch, Repetition()
         under_way.number = self._set.number
         packed = None if known is None else known.repetition.pack(sent.base, sent.inputs, sent.scalars)
-        serialized: list[Any] = []
-        steps = [
-            EngineStep(
-                under_way.number,
-                sent.base,
-                tuple([part[worker] for part in sent.parts]),
-                None if known is None else known.number,
-                known.program if is_new and known is not None else None,
-                packed,
-                sent.freed,
-                sent.wanted if worker in sent.workers else (),
-                sent.forget,
-                sent.save,
-                serialized,
-            )
-            for worker in range(len(self._ports))
-        ]
+        common = EngineStep(
+            under_way.number,
+            sent.base,
+            (),
+            None if known is None else known.number,
+            known.program if is_new and known is not None else None,
+            packed,
+            sent.freed,
+            (),
+            sent.forget,
+            sent.save,
+        )
+        steps = [common] * len(self._ports)
+        if sent.parts or sent.wanted:
+            for worker in range(len(steps)):
+                uploads = tuple([part[worker] for part in sent.parts])
+                steps[worker] = replace(
+                    common, uploads=uploads, wanted=sent.wanted if worker in sent.workers else ()
+                )
         self._set.send(steps, under_way.answers)
 
     # ---- copies, and the loss of workers
