@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any, Final
 
@@ -33,7 +34,7 @@ def test_a_step_without_uploads_is_sent_to_a_further_worker_in_few_functions() -
     finally:
         sys.setprofile(before)
     begins = [place for place, each in enumerate(entered) if each == "_Port.send"]
-    counts = [end - begin for begin, end in zip(begins[1:], begins[2:], strict=False)]
+    counts = [end - begin for begin, end in itertools.pairwise(begins[1:])]
     assert len(begins) == len(mode.ports) > 2
     assert all(each <= _FUNCTIONS for each in counts), entered[begins[1] : begins[2]]
     assert y.tolist() == [2.0] * 3
