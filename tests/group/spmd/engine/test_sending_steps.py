@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -28,7 +29,12 @@ def test_a_step_without_uploads_is_sent_to_a_further_worker_in_few_functions() -
     y = x + 1
     entered: list[str] = []
     before = sys.getprofile()
-    sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_qualname))
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            entered.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
     try:
         recorder.flush()
     finally:
