@@ -23,9 +23,8 @@ import rpc
 import spmd
 from benchmarks import spmd_counting as counting
 from benchmarks.spmd_cases import Sizes, Step, by_hand, on_device
-from spmd.engine.driver import logical_tensor
 from spmd.engine.driver.current import engine
-from spmd.engine.driver.logical_tensor import dispatch_with
+from spmd.engine.driver.logical_tensor import LogicalTensor, dispatch_with
 from spmd.engine.driver.recorder import Recording
 from spmd.engine.driver.start import worker_names
 
@@ -170,7 +169,7 @@ class _Driver(_Runs):
         Workers wait in the meantime. Recording is the part below PyTorch's autograd, and sending.
         """
         recorder = engine().recorder
-        run, dispatch = recorder._run, logical_tensor._dispatch
+        run, dispatch = recorder._run, LogicalTensor.__torch_dispatch__
         operations, recording = 0, 0.0
 
         def counted(recorded: Recording) -> None:
@@ -180,10 +179,10 @@ class _Driver(_Runs):
             run(recorded)
             recording += time.thread_time() - begin
 
-        def timed(operator: Any, args: Any, kwargs: Any) -> Any:
+        def timed(*operation: Any) -> Any:
             nonlocal recording
             begin, before = time.thread_time(), recording
-            result = dispatch(operator, args, kwargs)
+            result = dispatch(*operation)
             recording = before + time.thread_time() - begin  # what it calls is in it
             return result
 

@@ -150,7 +150,7 @@ class Planner:
         if not changes:  # or no longer: there is a plan
             return None
         self._recorder.changes = {}
-        if len(recording.operations) >= self._recorder.limit:  # in the middle of an operation
+        if len(recording.positions) >= self._recorder.limit:  # in the middle of an operation
             return None
         origins = _origins(changes)
         aliases, tensors = _alive()

@@ -65,7 +65,7 @@ def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
 def _here(operator: Any) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         _begin()
-        return dispatch(operator, args, {**kwargs, "device": DEVICE})
+        return dispatch(operator, (), args, {**kwargs, "device": DEVICE})
 
     return make
 

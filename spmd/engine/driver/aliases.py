@@ -167,13 +167,13 @@ def write(recorder: Records, alias: Alias, new: Value) -> None:
     for _ in steps:
         assert source.parent is not None
         source = source.parent
-    if len(steps) == 1 and not _repeats(alias.spec):
+    if len(steps) == 1 and not alias.spec.repeats:
         ((operation, args),) = steps
         changed = _with_written(recorder, source, operation.overload, args, new)
     else:
         changed = _scattered_by_index(recorder, source, steps, new)
     write(recorder, source, changed)
-    if not _repeats(alias.spec):
+    if not alias.spec.repeats:
         _show(alias, new)
 
 
@@ -275,14 +275,9 @@ def _steps_from(parent: Alias, alias: Alias) -> list[ViewStep]:
     return steps
 
 
-def _repeats(spec: Spec) -> bool:
-    """Whether a tensor shows elements several times along one of its dimensions, as by ``expand``."""
-    return any(step == 0 and size > 1 for size, step in zip(spec.shape, spec.stride, strict=True))
-
-
 def refuse_repeated(alias: Alias) -> None:
     """Raise the error of one device where a tensor that shows elements several times is to be changed."""
-    if alias.parent is not None and _repeats(alias.spec):
+    if alias.parent is not None and alias.spec.repeats:
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory "
             "location. Please clone() the tensor before performing the operation."

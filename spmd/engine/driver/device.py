@@ -116,7 +116,7 @@ def _makes_from_nothing(operator: Any) -> bool:
 
 def _kernel(operator: Any) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
-        return dispatch(operator, args, kwargs)
+        return dispatch(operator, (), args, kwargs)
 
     return make
 
@@ -135,7 +135,7 @@ def _kernel_of_out(operator: Any) -> Callable[..., Any]:
                 "support automatic differentiation, but one of the arguments requires grad."
             )
         with DisableAutocast(), AutoDispatchBelowAutograd():
-            written = dispatch(operator, args, kwargs)
+            written = dispatch(operator, (), args, kwargs)
         for each in names:
             increment_version(kwargs[each])
         return written

@@ -47,16 +47,24 @@ aten: Final = torch.ops.aten
 _ROUTES: Final[dict[int, Operation]] = {}
 
 
-def dispatch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Record an operation on the device's tensors."""
-    recorder = engine().recorder
+def dispatch(
+    operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Record an operation on the device's tensors.
+
+    Args:
+        operator: PyTorch's overload.
+        types: the types of its tensors, as PyTorch gives them to ``__torch_dispatch__``; not used.
+        args, kwargs: its arguments.
+    """
     operation = _ROUTES.get(id(operator)) or _first_seen(operator)
-    if operation.is_random and kwargs and (own := of_device(kwargs.get("generator"))) is not None:
+    if kwargs and operation.is_random and (own := of_device(kwargs.get("generator"))) is not None:
         common = {**kwargs, "generator": None}
-        return draw(own, lambda: dispatch(operator, args, common))
+        return draw(own, lambda: dispatch(operator, types, args, common))
+    recorder = engine().recorder
     handler = operation.handler
     if handler is not None:
-        return handler(*args, **(kwargs or {}))
+        return handler(*args, **kwargs) if kwargs else handler(*args)
     if operation.is_indexing:
         args = _with_indices_here(args)
     with recorder.lock:

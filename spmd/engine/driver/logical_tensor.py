@@ -1,8 +1,8 @@
 """Tensors on the device ``spmd:0``, without data.
 
 They are of a wrapper subclass, so that copies that C++ makes of them (views, gradients, saved tensors) are of
-this class, too. Autograd works as on any device; below it, each operation is passed to the function set by
-``dispatch_with``.
+this class, too. Autograd works as on any device; below it, PyTorch passes each operation to the function set
+by ``dispatch_with``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ __all__ = [
 ]
 
 _inference: Final = torch.is_inference_mode_enabled
+_STRIDED: Final = torch.strided
 
-Dispatch = Callable[[Any, tuple[Any, ...], "dict[str, Any] | None"], Any]
+Dispatch = Callable[[Any, Any, tuple[Any, ...], "dict[str, Any] | None"], Any]
 
 
 class LogicalTensor(torch.Tensor):
@@ -57,11 +58,10 @@ class LogicalTensor(torch.Tensor):
     _alias: Alias
     __torch_function__ = disabled_torch_function
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _dispatch(func, args, kwargs)
+    @staticmethod
+    def __torch_dispatch__(*operation: Any) -> Any:
+        """Raise an error, until ``dispatch_with`` has replaced this."""
+        raise AssertionError("the device is not set up")
 
     @property
     def data(self) -> Tensor:
@@ -188,9 +188,7 @@ def _received(data: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
 def wrap(alias: Alias) -> LogicalTensor:
     """Make a tensor that shows an alias."""
     spec = alias.spec
-    made: LogicalTensor = make_wrapper(
-        LogicalTensor, spec.shape, spec.stride, spec.offset, None, spec.dtype, torch.strided, DEVICE
-    )
+    made: LogicalTensor = make_wrapper(LogicalTensor, *spec.geometry, None, spec.dtype, _STRIDED, DEVICE)
     made._alias = alias
     return made
 
@@ -271,16 +269,8 @@ def show_instead(tensor: LogicalTensor, other: LogicalTensor) -> None:
     tensor._alias = other._alias
 
 
-def _nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    raise AssertionError("the device is not set up")
-
-
-_dispatch: Dispatch = _nothing
-
-
 def dispatch_with(dispatch: Dispatch) -> None:
-    """Set the function that operations on these tensors are passed to: it takes the operator, its arguments,
-    and its keyword arguments.
+    """Set the function that PyTorch passes operations on these tensors to: it takes the operator, the types
+    of its tensors, its arguments, and its keyword arguments.
     """
-    global _dispatch
-    _dispatch = dispatch
+    LogicalTensor.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ class Operation:
         handler: the whole implementation, for one that is not simply recorded.
     """
 
-    _known: ClassVar[dict[OpOverload, Operation]] = {}
+    _known: ClassVar[dict[int, Operation]] = {}  # by identity: overloads are hashed in Python
 
     def __init__(self, overload: OpOverload) -> None:
         schema: Any = overload._schema
@@ -102,9 +102,9 @@ class Operation:
     @classmethod
     def of(cls, overload: OpOverload) -> Operation:
         """Return the operation of an overload."""
-        found = cls._known.get(overload)
+        found = cls._known.get(id(overload))
         if found is None:
-            found = cls._known[overload] = cls(overload)
+            found = cls._known[id(overload)] = cls(overload)
         return found
 
     @property

@@ -226,6 +226,8 @@ def _ask_dtensor(call: OperatorCall, key: MeshKey) -> tuple[tuple[Layout, ...], 
     has_rule = any(call.op in table for table in tables)
     if tried > _MOST_TRIED and not has_rule:
         raise _NoRuleError("it has no rule")
+    if not has_rule and any(0 in meta.shape for meta in call.tensors):  # reshaping in it would never end
+        raise _NoRuleError("it has no rule for tensors without elements")
     mesh = _mesh(key)
     whole = (Replicate(),) * len(key.shape)
 

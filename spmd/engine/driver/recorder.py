@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from types import CodeType
 from typing import Any, Final
 
@@ -54,6 +55,8 @@ _FLOAT: Final = object()
 _INT: Final = object()
 _END: Final = object()
 _reference: Final = weakref.ref
+_default_dtype: Final = torch.get_default_dtype
+_value_of: Final = attrgetter("value")
 _PLAIN: Final = frozenset((type(None), bool, str, torch.dtype, torch.layout, torch.memory_format))
 _DEVICE_WORDS: Final = frozenset(("device", "pin_memory", "non_blocking"))
 
@@ -113,22 +116,31 @@ class Recording:
 
     Attributes:
         inputs: earlier values, in the order of their first use.
-        operations: each an entry and the numbers of its tensors: results from 0, inputs from -1 down.
+        flat: the operations, of each its entry and then the numbers of its tensors: results from 0, inputs
+            from -1 down.
         scalars: scalars of all operations, in order.
         positions: position in the user's program of each operation.
         made: every result, as long as it is referenced.
         default_dtype: PyTorch's default dtype for all operations.
     """
 
-    __slots__ = ("default_dtype", "inputs", "made", "operations", "positions", "scalars")
+    __slots__ = ("default_dtype", "flat", "inputs", "made", "positions", "scalars")
 
     def __init__(self, default_dtype: torch.dtype) -> None:
         self.default_dtype = default_dtype
         self.inputs: list[Value] = []
-        self.operations: list[tuple[Entry, tuple[int, ...]]] = []
+        self.flat: list[Entry | int] = []
         self.scalars: list[Any] = []
         self.positions: list[Position] = []
         self.made: list[weakref.ref[Value] | None] = []
+
+    @property
+    def operations(self) -> list[tuple[Entry, tuple[int, ...]]]:
+        """Each operation's entry, and the numbers of its tensors."""
+        begins = [place for place, each in enumerate(self.flat) if isinstance(each, Entry)]
+        ends = [*begins[1:], len(self.flat)]
+        parts: Any = [self.flat[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        return [(entry, tuple(refs)) for entry, *refs in parts]
 
 
 class Recorder:
@@ -173,7 +185,7 @@ class Recorder:
     @protected
     def _flush(self) -> None:
         recording = self.recording
-        if recording.operations or recording.inputs:
+        if recording.flat or recording.inputs:
             self._moved.clear()
             self.recording = Recording(self._default_dtype)
             self._run(recording)
@@ -206,7 +218,7 @@ class Recorder:
         Returns:
             What is known of it, and its results, flattened: an ``Alias`` for each tensor, otherwise None.
         """
-        if torch.get_default_dtype() is not self._default_dtype:
+        if _default_dtype() is not self._default_dtype:
             self._take_default_dtype()
         key: list[Any] = [operation]
         tensors: list[Alias] = []
@@ -290,9 +302,12 @@ class Recorder:
             key.append(arg.spec)
         elif kind in _PLAIN:
             key.append(arg)
-        elif is_number and (kind is float or kind is int):
-            key.append(_FLOAT if kind is float else _INT)
-            scalars.append(arg)
+        elif kind is int or kind is float:
+            if is_number:
+                key.append(_FLOAT if kind is float else _INT)
+                scalars.append(arg)
+            else:
+                key.append(arg if kind is int else (float, arg))  # 1 and 1.0 are equal
         elif kind is list or kind is tuple or isinstance(arg, (list, tuple)):
             tensor_type = self._tensor_type
             for each in arg:
@@ -302,6 +317,8 @@ class Recorder:
                         read(self, alias)
                     tensors.append(alias)
                     key.append(alias.spec)
+                elif type(each) is int and not is_number:  # sizes
+                    key.append(each)
                 else:
                     self._flatten(each, key, tensors, scalars, is_number)
             key.append(_END)
@@ -317,25 +334,26 @@ class Recorder:
                 "torch.Generator(device='spmd'), or leave generator= out and call torch.manual_seed"
             )
         else:
-            key.append((kind, arg) if kind is float or kind is complex else arg)  # 1+0j equals True
+            key.append((kind, arg) if kind is complex else arg)  # 1+0j equals True
 
     def _emit(self, entry: Entry, tensors: list[Alias], scalars: list[Any]) -> list[Any]:
-        count = len(self.recording.operations)
-        if count >= self.limit or (
-            2 * count >= self.limit
-            and entry is self.recording.operations[0][0]
-            and self.recording.positions[0] == current_position()
+        where = current_position()
+        recording = self.recording
+        count = len(recording.positions)
+        if 2 * count >= self.limit and (
+            count >= self.limit or (entry is recording.flat[0] and where == recording.positions[0])
         ):
             self.flush()
-        values: list[Any] = (
-            self._laid_out(entry, tensors) if entry.moves else [each.value for each in tensors]
-        )
+        values = self._laid_out(entry, tensors) if entry.moves else map(_value_of, tensors)
         recording = self.recording
-        refs = [value.index if value.recording is recording else self._enter_value(value) for value in values]
-        recording.operations.append((entry, tuple(refs)))
+        flat: list[Entry | int] = [entry]
+        for value in values:  # a comprehension takes longer
+            index = value.index if value.recording is recording else self._enter_value(value)
+            flat.append(index)
+        recording.flat += flat
         if scalars:
             recording.scalars += scalars
-        recording.positions.append(current_position())
+        recording.positions.append(where)
         made = recording.made
         results: list[Any] = []
         for spec in entry.specs:

@@ -8,7 +8,6 @@ from typing import Any
 
 from rpc.errors import GivenUpError, WorkerLostError
 from spmd.collectives.errors import CollectiveError
-from spmd.engine.driver.recorder import Entry
 from spmd.engine.driver.source_positions import Position, described
 from spmd.engine.errors import OperationError
 from spmd.engine.program.program import Meta, Program, Ref, Scalar
@@ -48,7 +47,6 @@ class UnderWay:
 
     answers: list[Any]
     known: Known | None = None
-    operations: list[tuple[Entry, tuple[int, ...]]] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
     inputs: tuple[int, ...] = ()
     made: range = range(0)
@@ -95,17 +93,12 @@ def explained(step: UnderWay, index: int, cause: Exception) -> OperationError:
         )
         error.__cause__ = cause
         return error
-    number = step.known.kept[index]
-    entry = step.operations[number][0]
-    where = described(step.positions[number])
+    where = described(step.positions[step.known.kept[index]])
     instruction = step.known.program.instructions[index]
     metas = _metas(step.known.program)
     given = ", ".join(_shown(each, metas) for each in instruction.args)
-    error = OperationError(
-        f"{entry.operator}({given}) has failed at {where}: {type(cause).__name__}: {_first_line(cause)}",
-        where,
-        entry.operator,
-    )
+    operator, reason = instruction.operator, f"{type(cause).__name__}: {_first_line(cause)}"
+    error = OperationError(f"{operator}({given}) has failed at {where}: {reason}", where, operator)
     error.__cause__ = cause
     return error
 

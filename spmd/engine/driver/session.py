@@ -196,7 +196,7 @@ class Session:
             if reference is not None and (made := reference()) is not None:
                 outputs.append(number)
                 alive.append(made)
-        key = (specs, kept_inputs, tuple(recording.operations), tuple(outputs))
+        key = (specs, kept_inputs, tuple(recording.flat), tuple(outputs))
         known = self._programs[key]
         is_new = known is None
         if known is None:
@@ -215,7 +215,7 @@ class Session:
         self.counts["new_auto"] += compiled and self.planner is not None
         gone = set(inputs).difference([inputs[place] for place in kept_inputs])
         self._send(
-            UnderWay([], known, recording.operations, recording.positions, inputs, range(first, self._ids)),
+            UnderWay([], known, recording.positions, inputs, range(first, self._ids)),
             base,
             parts,
             tuple(recording.scalars),
@@ -292,23 +292,25 @@ class Session:
             known.epoch, known.repetition = self._epoch, Repetition()
         under_way.number = self._set.number
         packed = None if known is None else known.repetition.pack(sent.base, sent.inputs, sent.scalars)
-        serialized: list[Any] = []
-        steps = [
-            EngineStep(
-                under_way.number,
-                sent.base,
-                tuple([part[worker] for part in sent.parts]),
-                None if known is None else known.number,
-                known.program if is_new and known is not None else None,
-                packed,
-                sent.freed,
-                sent.wanted if worker in sent.workers else (),
-                sent.forget,
-                sent.save,
-                serialized,
-            )
-            for worker in range(len(self._ports))
-        ]
+        common = EngineStep(
+            under_way.number,
+            sent.base,
+            (),
+            None if known is None else known.number,
+            known.program if is_new and known is not None else None,
+            packed,
+            sent.freed,
+            (),
+            sent.forget,
+            sent.save,
+        )
+        steps = [common] * len(self._ports)
+        if sent.parts or sent.wanted:
+            for worker in range(len(steps)):
+                uploads = tuple([part[worker] for part in sent.parts])
+                steps[worker] = replace(
+                    common, uploads=uploads, wanted=sent.wanted if worker in sent.workers else ()
+                )
         self._set.send(steps, under_way.answers)
 
     # ---- copies, and the loss of workers

@@ -21,7 +21,8 @@ Position = tuple[CodeType | None, int]
 """A code object, and an offset in it; nothing is looked up until it is needed."""
 
 _OURS: Final = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, *OURS, "<frozen")
-_is_users: Final[BoundedCache[CodeType, bool]] = BoundedCache(1 << 14)
+_is_users: Final[BoundedCache[str, bool]] = BoundedCache(1 << 14)
+"""By file; not by code object, whose hash is computed from all its instructions each time."""
 _backward: list[Any] = [None, (None, 0)]
 
 
@@ -32,9 +33,10 @@ def current_position() -> Position:
     frame: Any = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        is_users = _is_users[code]
+        file = code.co_filename
+        is_users = _is_users[file]
         if is_users is None:
-            is_users = _is_users[code] = not code.co_filename.startswith(_OURS)
+            is_users = _is_users[file] = not file.startswith(_OURS)
         if is_users:
             return code, frame.f_lasti
         frame = frame.f_back

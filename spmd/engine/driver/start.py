@@ -75,7 +75,12 @@ class _Port(RemotePort):
 
     def send(self, step: EngineStep) -> Any:
         """Have it do a step; a future of its answer. Raises if the step cannot be sent."""
-        return self.begun(self.do(*step.message()))
+        if step.uploads or step.wanted:
+            return self.begun(self.do(*step.message()))
+        answer = step.call().send(self.worker)
+        if answer.done():
+            answer.value()
+        return answer
 
     def regroup(self, generation: int) -> Any:
         return self.worker.rpc_async(timeout=0).regroup(generation)

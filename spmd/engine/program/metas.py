@@ -21,9 +21,24 @@ class Spec:
     """A tensor's shape, strides, offset, dtype and layout. Equal ones are one object: compare with ``is``.
 
     It lives as long as it is referenced.
+
+    Attributes:
+        geometry: shape, strides and offset as PyTorch takes them for a tensor without data: those of a
+            contiguous tensor, which it makes faster, are None.
+        repeats: whether elements are shown several times along a dimension, as by ``expand``.
     """
 
-    __slots__ = ("__weakref__", "dtype", "layout", "meta", "offset", "shape", "stride")
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "geometry",
+        "layout",
+        "meta",
+        "offset",
+        "repeats",
+        "shape",
+        "stride",
+    )
 
     _known: Final[weakref.WeakValueDictionary[tuple[Any, ...], Spec]] = weakref.WeakValueDictionary()
 
@@ -33,6 +48,8 @@ class Spec:
     dtype: torch.dtype
     layout: Layout
     meta: Meta
+    geometry: tuple[tuple[int, ...], tuple[int, ...] | None, int | None]
+    repeats: bool
 
     @staticmethod
     def of(
@@ -49,6 +66,9 @@ class Spec:
             found = Spec()
             found.shape, found.stride, found.dtype, found.layout, found.offset = key
             found.meta = Meta(shape, stride, dtype, layout)
+            is_plain = not offset and stride == contiguous_stride(shape)
+            found.geometry = (shape, None, None) if is_plain else (shape, stride, offset)
+            found.repeats = any(step == 0 and size > 1 for size, step in zip(shape, stride, strict=True))
             found = Spec._known.setdefault(key, found)
         return found
 
@@ -60,6 +80,8 @@ class Spec:
 
     def dense(self) -> Spec:
         """The same tensor, contiguous."""
+        if self.geometry[1] is None:
+            return self
         return Spec.of(self.shape, contiguous_stride(self.shape), self.dtype, self.layout)
 
     @property

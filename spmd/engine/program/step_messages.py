@@ -11,6 +11,7 @@ from torch import Tensor
 from rpc.runtime.current import current_agent
 from rpc.serialization.codecs import PICKLE
 from rpc.serialization.payload import Source
+from rref.shared_calls import SharedCall
 from spmd.engine.program.program import Program
 
 __all__ = ["Answer", "EngineStep", "Failure", "Save", "from_message"]
@@ -47,7 +48,8 @@ class EngineStep:
         wanted: ids of values that the answer must contain.
         forget: numbers of programs that neither this step nor a later one runs.
         save: the values are copied after this step; None: they are not.
-        packed: one list for the steps of all workers, with the serialized common part once it is made.
+        packed: one list for the steps of all workers, with what is serialized once for all, once it is made:
+            the common part, and the call of a worker that gets nothing else.
     """
 
     sequence: int
@@ -69,6 +71,14 @@ class EngineStep:
             buffers = current_agent().serializer.codecs[PICKLE].dumps(common, None, alone=True).buffers
             self.packed.append(buffers[0] if len(buffers) == 1 else common)
         return self.packed[0], self.wanted, *self.uploads
+
+    def call(self) -> SharedCall:
+        """Return the call of ``do`` for all workers that get the same: no uploads, and no values wanted."""
+        if len(self.packed) < 2:
+            args = self.message()
+            self.packed.append(SharedCall("do", args))
+        shared: SharedCall = self.packed[1]
+        return shared
 
     def __reduce__(self) -> Any:
         return EngineStep, (

@@ -35,6 +35,10 @@ def r(*shape: int) -> Tensor:
     return torch.rand(shape, generator=_numbers) + 0.5
 
 
+def whole(*shape: int) -> Tensor:
+    return torch.randint(1, 9, shape, generator=_numbers)
+
+
 def cases() -> Iterator[Any]:
     first, last = Shard(0), Shard(1)
     where: Placement
@@ -97,6 +101,23 @@ def cases() -> Iterator[Any]:
         yield case(aten._foreach_powsum.Scalar, [where], [r(5, 4)])
     yield case(aten._foreach_add.List, [first], [r(4)], [r(3, 4)])
     yield case(aten.addmv.default, [first, None, first], r(5), r(5, 4), r(4), beta=0)
+    for beta in (0.5, 2.7, 2):  # rounded for integers, also by a worker without a part of the inner dimension
+        n = {"beta": beta, "alpha": 1.5}
+        for op in (aten.addmm.default, aten.addmm_.default):
+            yield case(op, [None, last, first], whole(2, 3), whole(2, 1), whole(1, 3), **n)
+        for op in (aten.baddbmm.default, aten.baddbmm_.default):
+            yield case(op, [None, Shard(2), last], whole(2, 2, 3), whole(2, 2, 1), whole(2, 1, 3), **n)
+        for op in (aten.addbmm.default, aten.addbmm_.default):
+            yield case(op, [None, Shard(2), last], whole(2, 3), whole(2, 2, 1), whole(2, 1, 3), **n)
+            yield case(op, [None, first, first], whole(2, 3), whole(1, 2, 2), whole(1, 2, 3), **n)
+        yield case(aten.addmv.default, [None, last, first], whole(2), whole(2, 1), whole(1), **n)
+        yield case(aten.addmv_.default, [None, last, first], whole(2), whole(2, 1), whole(1), **n)
+        yield case(
+            aten._addmm_activation.default, [None, last, last], whole(5, 3), whole(5, 6), whole(6, 3), **n
+        )
+    for shape in ([0, 3], [4, 0]):  # reshaping nothing, DTensor looks for its rule forever
+        yield case(aten.kron.default, [first, None], r(*shape), r(2, 2))
+        yield case(aten._unsafe_view.default, [first], r(*shape), [0, 6])
 
 
 @pytest.mark.parametrize(("op", "where", "args", "kwargs"), list(cases()))

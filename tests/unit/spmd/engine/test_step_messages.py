@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -29,3 +30,13 @@ def test_a_step_is_serialized_once_for_all_workers(monkeypatch: pytest.MonkeyPat
         assert (arrived.sequence, arrived.base, arrived.freed) == (3, 7, (1, 2))
         assert arrived.wanted == step.wanted
         assert torch.equal(arrived.uploads[0], step.uploads[0])
+
+
+def test_workers_that_get_the_same_step_get_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = SimpleNamespace(serializer=Serializer())
+    monkeypatch.setattr(step_messages, "current_agent", lambda: agent)
+    step = EngineStep(3, 7, freed=(1, 2))
+    other = replace(step, uploads=(torch.zeros(2),))
+    own, *_ = other.message()
+    assert step.call() is step.call()
+    assert step.message() == (own, ())
