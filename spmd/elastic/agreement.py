@@ -30,12 +30,14 @@ tried to form since, as others may have completed it. A set of members may go on
 them
 
 1. it has more than half of the base's members; or
-2. all the others are *gone for certain*: they have promised to leave, or have ended, as a member with this
-base
-   knows that was in contact with them until then (so they had not gone on without it before); or
+2. all the others are *gone for certain*: they have promised to leave, or have ended, as a witness with this
+   base knows that was in contact with them until then (so they had not gone on without it before); or
 3. it has exactly half of them, and each of the others is gone for certain or was removed from the group's log
-while
-   the member that read this was still in it. Of two halves only one can find this, since a removal is final.
+   while a witness with this base was still in it. Of two halves only one can find this, since a removal is
+   final.
+
+The witnesses are the members of the set; or these and the workers that leave, which have promised to go on
+with nobody: then each base of those is one more condition.
 
 A member that takes part in a view without some members of its bases *excludes* them: they are cut off first,
 and the member waits until they must have noticed (``Member.to_cut_off``). Members with this base that were
@@ -208,16 +210,19 @@ def may_go_on(members: Collection[int], reports: Iterable[Report]) -> bool:
         reports: their reports, and those of workers that leave.
     """
     reports = list(reports)
-    left = {each.member for each in reports if each.left}
     within = [each for each in reports if each.member in members]
-    for base in {base for each in within for base in each.bases}:
+    left = {each.member for each in reports if each.left}
+    return any(_may_go_on(members, witnesses, left) for witnesses in (within, reports))
+
+
+def _may_go_on(members: Collection[int], witnesses: Iterable[Report], left: Collection[int]) -> bool:
+    for base in {base for each in witnesses for base in each.bases}:
         present = len(base.intersection(members))
         if 2 * present > len(base):
             continue
-        witnesses = [each for each in within if base in each.bases]
-        gone = left.union(*(each.dead for each in witnesses))
-        absent = base.difference(members) - gone
-        removed = frozenset[int]().union(*(each.removed for each in witnesses))
+        contacts = [each for each in witnesses if base in each.bases]
+        absent = base.difference(members, left, *(each.dead for each in contacts))
+        removed = frozenset[int]().union(*(each.removed for each in contacts))
         if absent and not (2 * present == len(base) and absent <= removed):
             return False
     return True

@@ -3,7 +3,9 @@
 PyTorch's own reducer, that of ``torch.nn.parallel.DistributedDataParallel``, cannot be used after an
 exception in a backward pass, and changes its buckets after the first step, so those of a newcomer would
 differ. Here the buckets depend on the parameters alone. They are reduced in their order, each as soon as its
-gradients are there.
+gradients are there. A parameter that has no gradient on any member has none after the sum, as it would have
+in one process: optimizers leave it alone. For that, each bucket ends with one number for each parameter,
+which is positive if a member has a gradient.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ class _Bucket:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         first = parameters[0]
-        self.flat = torch.zeros(
-            sum(local_part(each).numel() for each in parameters), dtype=first.dtype, device=first.device
-        )
+        size = sum(local_part(each).numel() for each in parameters)
+        self.flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
+        self.counts = self.flat[size:]
         self.views: list[torch.Tensor] = []
         place = 0
         for each in parameters:
@@ -54,22 +56,42 @@ class _Bucket:
             self.views.append(sharded_like(each, part))
             place += local.numel()
         self.ready: set[int] = set()
-        self.started = False
+        self.used: set[int] = set()
+        """Places of the parameters that have a gradient on this member."""
+        self.started = self.finished = False
 
     def begin(self) -> None:
         self.flat.zero_()
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
-        self.ready, self.started = set(), False
+        self.ready, self.used = set(), set()
+        self.started = self.finished = False
 
     def gather(self) -> None:
         """Bring the gradients into ``flat``, wherever autograd or the program has put them."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is None:
                 view.zero_()
+                self.used.discard(place)
             elif parameter.grad is not view:
                 view.copy_(parameter.grad)
+                self.used.add(place)
+            elif place not in self.used and bool(local_part(view).any()):
+                self.used.add(place)  # the program has written into it
             parameter.grad = view
+        if len(self.used) == len(self.parameters):
+            self.counts.fill_(1)
+        else:
+            counts = [float(place in self.used) for place in range(len(self.parameters))]
+            self.counts.copy_(torch.tensor(counts, device="cpu"))
+
+    def finish(self) -> None:
+        """Take the gradients away that no member has, once after the sum."""
+        if not self.finished and len(self.used) < len(self.parameters):
+            for parameter, count in zip(self.parameters, self.counts.tolist(), strict=True):
+                if not count:
+                    parameter.grad = None
+        self.finished = True
 
 
 class Reducer:
@@ -139,9 +161,12 @@ class Reducer:
         self.attempt = None
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        if self.attempt is None or self.accumulates:
+        if self.attempt is None:
             return
         bucket, place = self._bucket_of[parameter]
+        bucket.used.add(place)
+        if self.accumulates:
+            return
         if place in bucket.ready:
             raise ElasticError(
                 "a second backward pass has reached a parameter whose gradient was reduced in this attempt: "
@@ -169,6 +194,7 @@ class Reducer:
         weight = self.attempt.weight
         if weight == 0.0:
             bucket.flat.zero_()  # gradients of an empty mean are not numbers
+            bucket.used.clear()
         elif self._is_mean:
             bucket.flat.mul_(weight)
         self.attempt.start(bucket.flat, blocks=bucket is self._buckets[-1])
@@ -180,6 +206,8 @@ class Reducer:
                 if not bucket.started:
                     self._start(bucket)
             self.attempt.finish()
+            for bucket in self._buckets:
+                bucket.finish()
 
 
 class DistributedDataParallel(nn.Module):

@@ -9,14 +9,13 @@ schedulers and counters.
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from spmd.elastic.random_states import RandomStates
 from spmd.elastic.sharded import fully_sharded_parts, is_fully_sharded, local_part, parts_of, with_parts
 from spmd.torch_internals import forget_backward, forget_unscaled
 
@@ -69,7 +68,7 @@ class State:
         self._options: dict[str, list[dict[str, Any]]] = {}
         self._scales: list[dict[str, Any]] = []
         self._other_states: dict[str, Any] = {}
-        self._random: list[Any] = []
+        self._random = RandomStates()
 
     def describe(self) -> str:
         """Describe the objects: equal texts on members whose states fit each other."""
@@ -118,11 +117,7 @@ class State:
             for each in self.optimizers
         ]
         self._other_states = {name: copy.deepcopy(each.state_dict()) for name, each in self._others.items()}
-        self._random = [torch.get_rng_state(), random.getstate()]
-        if _uses_cuda():
-            self._random.append(torch.cuda.get_rng_state_all())
-        if "numpy.random" in sys.modules:  # which NumPy imports when it is first used
-            self._random.append(sys.modules["numpy.random"].get_state())
+        self._random.keep()
 
     def put_back(self) -> None:
         """Undo what an attempt has changed."""
@@ -142,13 +137,7 @@ class State:
             other.load_state_dict(copy.deepcopy(kept))
             if isinstance(other, torch.amp.GradScaler):
                 forget_unscaled(other)  # the repeated attempt has other gradients
-        states = iter(self._random)
-        torch.set_rng_state(next(states))
-        random.setstate(next(states))
-        if _uses_cuda():
-            torch.cuda.set_rng_state_all(next(states))
-        if (state := next(states, None)) is not None:
-            sys.modules["numpy.random"].set_state(state)
+        self._random.put_back()
 
     def buffers(self) -> list[torch.Tensor]:
         """Return this worker's parts of all modules' buffers, in an order that is the same on all members."""
@@ -199,7 +188,3 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 def _copied(option: Any) -> Any:
     return option if isinstance(option, int | float | str | None) else copy.deepcopy(option)
-
-
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -13,7 +13,8 @@ three workers, which die and are stopped one by one.
 What must hold after every event: of each step, one attempt at most is ever committed by anybody; members of
 one job have the same history, and differ by at most one step; a view has whole replicas. After the last
 fault all living members are in one view and commit steps; or, if faults were not only deaths, a part of them
-waits that may not go on, which is put out.
+waits that may not go on, which is put out. Deaths on several hosts come one at a time in some runs, each with
+a witness on its host, which may leave: then all the others go on, too.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = ["BREAKAGES", "Violation", "World", "find", "run"]
 Ballot = tuple[int, int]
 
 _MOST_WORKERS: Final = 9
-_SETTLING: Final = 6000
+_SETTLING: Final = 8000
 """Maximum number of events until all is well after the last fault."""
 
 
@@ -75,9 +76,12 @@ class Worker:
         self.poked = self.waits = False
         self.resigning: set[int] = set()  # whose promises to leave are awaited
         self.forming: tuple[Ballot, tuple[int, ...]] | None = None
+        self.proposer = number  # of the view that is formed
         self.cut_off: set[int] = set()  # workers that must notice before the report is sent
         self.reports: dict[Ballot, dict[int, Any]] = defaultdict(dict)
         self.leaving: list[Any] = []  # reports of workers that leave
+        self.installing: tuple[Ballot, set[int], frozenset[int]] | None = None
+        """Of a proposer: the members that have not completed the view, and those that leave then."""
 
     @property
     def runs(self) -> bool:
@@ -90,9 +94,9 @@ class World:
     def __init__(self, seed: int, *, trace: bool = False) -> None:
         self.random = random.Random(seed)
         self.trace = trace
-        self.only_deaths = self.random.random() < 0.4
-        hosts = 1 if self.only_deaths else self.random.choice((1, 2, 3))
-        self.hosts = hosts
+        self.only_deaths = self.random.random() < 0.5
+        self.hosts = self.random.choice((1, 1, 2, 3) if self.only_deaths else (1, 2, 3))
+        self.is_certain = self.only_deaths and self.hosts == 1
         self.workers: dict[int, Worker] = {}
         self.queues: dict[tuple[int, int], deque[tuple[Any, ...]]] = defaultdict(deque)
         self.apart: set[frozenset[int]] = set()  # pairs of hosts
@@ -215,8 +219,21 @@ class World:
         for each in plan.members:
             leaving = [proposal.reports[other] for other in plan.released]
             self.send(worker, each, "install", proposal.ballot, plan.members, plan.released, leaving)
-        for each in plan.released:
-            self.send(worker, each, "release")
+        worker.installing = proposal.ballot, set(plan.members), plan.released
+        self.release(worker)
+
+    def on_installed(self, worker: Worker, source: int, ballot: Ballot) -> None:
+        if worker.installing is not None and worker.installing[0] == ballot:
+            worker.installing[1].discard(source)
+            self.release(worker)
+
+    def release(self, worker: Worker) -> None:
+        """Let workers leave once all members have completed the view without them."""
+        assert worker.installing is not None
+        _, missing, released = worker.installing
+        if not missing:
+            for each in released:
+                self.send(worker, each, "release")
 
     def on_resign(self, worker: Worker, source: int, ballot: Ballot, reports: list[Any]) -> None:
         before, prepared = len(worker.history), worker.core.prepared
@@ -230,12 +247,18 @@ class World:
         self.send(worker, source, "answer", ballot, worker.core.report())
 
     def on_state_lost(self, worker: Worker, source: int) -> None:
+        if self.only_deaths and (replica := self.with_state()):
+            raise Violation(f"{worker.number} holds the state to be lost, which {replica} has")
+        self.end(worker, goodbye=False)
+
+    def with_state(self) -> tuple[int, ...]:
+        """Return the workers of a whole replica that has the state; none if there is none."""
         for each in self.workers.values():
             mates = [self.workers[mate] for mate in each.core.replica]
             has_state = each.core.founder or all(mate.core.step != agreement.NEW for mate in mates)
-            if self.only_deaths and has_state and all(mate.alive and not mate.core.left for mate in mates):
-                raise Violation(f"{worker.number} holds the state to be lost, which {each.core.replica} has")
-        self.end(worker, goodbye=False)
+            if has_state and all(mate.alive and not mate.core.left for mate in mates):
+                return each.core.replica
+        return ()
 
     def on_release(self, worker: Worker, source: int) -> None:
         if worker.core.left:
@@ -262,6 +285,7 @@ class World:
             self.send(worker, each, "closed", False)
             worker.lost.add(each)
         worker.forming, worker.cut_off, worker.leaving = (ballot, members), cut_off, leaving
+        worker.proposer = source
         self.send_report(worker)
 
     def send_report(self, worker: Worker) -> None:
@@ -302,6 +326,7 @@ class World:
         except AssertionError as error:
             raise Violation(f"lag: {error}") from error
         worker.forming, worker.waits = None, False
+        self.send(worker, worker.proposer, "installed", ballot)
         self.views += 1
         replicas = [self.workers[each].core.replica for each in done.view.members]
         if done.view.members != tuple(each for one in dict.fromkeys(replicas) for each in one):
@@ -428,19 +453,39 @@ class World:
 
     def remove_lost(self, worker: Worker) -> None:
         """Remove a worker from the group's log that another one, which is in it, has lost."""
-        if worker.number in self.log and worker.lost & self.log:
-            self.log.discard(self.random.choice(sorted(worker.lost & self.log)))
+        lost = worker.lost & self.log
+        if self.only_deaths:
+            lost = {each for each in lost if not self.workers[each].alive}
+        if worker.number in self.log and lost:
+            self.log.discard(self.random.choice(sorted(lost)))
+
+    def may_die(self, worker: Worker) -> bool:
+        """Whether somebody can be certain of a worker's death, in runs in which all others must go on.
+
+        Of several hosts, one worker dies at a time; a member of its view on its host lives, which may leave.
+        """
+        if self.is_certain or not self.only_deaths:
+            return True
+        others = [each for each in self.workers.values() if each.alive and each is not worker]
+        known = set[int]().union(*(each.core.partners() for each in others))
+        return all(self.workers[each].alive for each in known) and any(
+            worker.core.view is not None and each.core.view == worker.core.view and each.host == worker.host
+            for each in others
+        )
 
     def fault(self) -> None:
         """Let something go wrong, or somebody come or leave."""
-        kinds = [each for each in _FAULTS if not (self.only_deaths and each in _PARTIAL)]
+        unused = _PARTIAL if self.only_deaths else ()
+        kinds = [each for each in _FAULTS if each not in unused]
+        if self.only_deaths and not self.is_certain:
+            kinds.append("remove")
         kind = self.random.choices(kinds, [self.weights[each] for each in kinds])[0]
         running = [each for each in self.workers.values() if each.runs]
         living = [each for each in self.workers.values() if each.alive]
         stopped = [each for each in living if each.stopped]
         one, other = self.random.choice(running), self.random.choice(living)
         match kind:
-            case "die" if self.deaths:
+            case "die" if self.deaths and self.may_die(other):
                 self.deaths -= 1
                 self.end(other, goodbye=False)
             case "join" if self.joins and len(self.workers) + self.replica_size <= _MOST_WORKERS:
@@ -494,7 +539,7 @@ class World:
         else:
             worker = choose.choice([each for each in running if each.runs])
             what = choose.random()
-            if what < 0.1 and not self.only_deaths:
+            if what < 0.1 and not self.is_certain:
                 self.read_log(worker)
             elif what < (0.2 if self.faulty else 0.3):
                 is_due = worker.poked or worker.core.is_due(worker.lost.__contains__)
@@ -542,14 +587,14 @@ class World:
                 and len({each.core.view for each in members}) == 1
             ):
                 return
-            if turn > _SETTLING // 2 and not self.only_deaths and self.random.random() < 0.02:
+            if turn > _SETTLING // 2 and not self.is_certain and self.random.random() < 0.02:
                 one = self.random.choice(members)
                 self.remove_lost(one)
                 if one.core.view is None:
                     self.ask_for_entry(one)
             self.turn()
         waits = any(each.alive and each.waits for each in self.workers.values())  # which puts them out
-        if self.only_deaths or not waits:
+        if self.is_certain or (self.only_deaths and self.with_state()) or not waits:
             text = [
                 (w.number, w.core.step, w.core.frozen, w.core.hold, w.core.view, w.core.tried, w.lost)
                 for w in members
@@ -646,6 +691,11 @@ def _plan_of_workers(self: Any) -> Any:
         self.reports = reports
 
 
+def _only_members_are_witnesses(members: Any, reports: Any) -> bool:
+    left = {each.member for each in reports if each.left}
+    return _with_witnesses(members, [each for each in reports if each.member in members], left)
+
+
 def _anyone_is_a_witness(members: Any, reports: Any) -> bool:
     reports = list(reports)
     dead = frozenset[int]().union(*(each.dead for each in reports if each.member in members))
@@ -654,6 +704,7 @@ def _anyone_is_a_witness(members: Any, reports: Any) -> bool:
 
 _install: Final = agreement.Member.install
 _may_go_on: Final = agreement.may_go_on
+_with_witnesses: Final = agreement._may_go_on
 _on_closed: Final = World.on_closed
 _decide: Final = agreement.Member.decide
 _plan: Final = agreement.Proposal.plan
@@ -668,6 +719,7 @@ BREAKAGES: Final[dict[str, tuple[Any, str, Any]]] = {
     "attempts are no bases": (agreement.Member, "bases", property(_completed_view_alone)),
     "newcomers are not bound by attempts": (agreement.Member, "install", _install_unbound_newcomers),
     "a death is certain without contact": (agreement, "may_go_on", _anyone_is_a_witness),
+    "only members are witnesses": (agreement, "may_go_on", _only_members_are_witnesses),
     "a stopped worker is certain of deaths": (agreement.Member, "was_stopped", lambda self: None),
     "a broken replica takes part": (agreement.Proposal, "plan", _plan_of_workers),
     "only one worker founds the job": (agreement, "_founding", lambda report: report),

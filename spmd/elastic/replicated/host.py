@@ -77,6 +77,10 @@ _FIRST_PAUSE: Final = 0.005
 _ASK_SECONDS: Final = 0.1
 _COPY_SECONDS: Final = 10.0
 """Interval at which it is tried to copy an object that cannot be copied."""
+_REST_SECONDS: Final = 10.0, 600.0
+"""Time in which a worker that could not take a copy over is not asked again: the first one, which doubles,
+and the longest.
+"""
 
 
 class Host:
@@ -93,7 +97,7 @@ class Host:
         copy: this worker's copy.
         identity: see ``Status``.
         offers: workers that can keep a copy.
-        error: why this worker cannot keep one, or None.
+        error: why this worker could not keep one, when it was last asked; or None.
         woken: set when there may be something to do.
     """
 
@@ -115,6 +119,7 @@ class Host:
         self._founding = False
         self._warned = False
         self._serial = 0
+        self._rest, self._rests_until = _REST_SECONDS[0], 0.0
         hosts.by_name[name] = self
         threading.Thread(target=self._run, name=f"copy of {name}", daemon=True).start()
 
@@ -209,7 +214,7 @@ class Host:
         view = self.copy.view
         if view is None:
             role = FOUNDING if self._founding else CANDIDATE if self._entering else STANDBY
-            return Status("" if self.copy.unfit and not self._founding else role)
+            return Status("" if monotonic() < self._rests_until and not self._founding else role)
         if self.copy.deposed:
             return Status()
         if not self.copy.is_primary:
@@ -228,16 +233,19 @@ class Host:
             if isinstance(message, Install):
                 self._watch(message.view)  # before the state is loaded: the others may die meanwhile
             try:
-                answer = self.copy.receive(sender, serial, message)
+                answer: Answer = self.copy.receive(sender, serial, message)
             except Exception as error:  # the state cannot be taken over
                 self.error = error
                 logger.warning(
                     "worker '%s' cannot keep a copy of '%s'", self._own_name, self.name,
                     exc_info=error,
                 )  # fmt: skip
-                return Refusal.UNFIT, 0
+                answer = Refusal.UNFIT, 0
+            if isinstance(answer, tuple) and answer[0] is Refusal.UNFIT:
+                self._rests_until = monotonic() + self._rest
+                self._rest = min(2 * self._rest, _REST_SECONDS[1])
             if isinstance(message, Install) and isinstance(answer, Done):
-                self.identity = identity
+                self.identity, self.error = identity, None
                 self.woken.set()  # all copies before this one may be gone already
             return answer
 

@@ -16,6 +16,11 @@ primary runs it or has the remembered answer.
 *Never two primaries that answer.* A primary that is cut off gets no answers from a backup that has taken
 over, and cannot go on without it, since that backup is not gone; so it answers no caller.
 
+*Promises.* A worker that cannot keep its copy promises to keep none, and leaves the view by that. From then
+on it takes part in later views only: those with a higher number in which the primary that it has promised is
+not a backup. An earlier primary, whose messages may still come, had views in which that one was a backup, or
+lower numbers.
+
 *Newcomers.* While a copy is missing, the primary adds a candidate at the end of the view, before the next
 call: the earlier backups get the view first, and then the newcomer gets it with the state. Until then no call
 is answered.
@@ -186,9 +191,9 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Keep no copy any more."""
+    """Keep no copy in this view."""
 
-    view: int
+    view: View
 
 
 Message: TypeAlias = Apply | Install | Release
@@ -213,7 +218,7 @@ class Refusal(Enum):
     DEPOSED = "it follows another primary"
     BEHIND = "it has a later view"
     STATE = "it needs the state"
-    UNFIT = "it keeps no copy, and never will"
+    UNFIT = "it keeps no copy in this view"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +256,7 @@ class Copy:
         view: the view, or None while this worker has no copy.
         position: how far this copy is.
         gone: workers that are gone for certain.
-        unfit: whether this worker cannot keep a copy.
+        promised: the view in which this worker has promised to keep no copy, or None.
         deposed: whether another copy has taken over from this one.
         candidate: a worker that can keep a copy, which a primary adds when one is missing; or None.
         failure: why the object's state could not be given to another copy, when it was last tried; or None.
@@ -263,7 +268,7 @@ class Copy:
         self.view: View | None = None
         self.position = _START
         self.gone: set[int] = set()
-        self.unfit = False
+        self.promised: View | None = None
         self.deposed = False
         self.candidate: int | None = None
         self.failure: Exception | None = None
@@ -284,7 +289,7 @@ class Copy:
         self._unable: set[int] = set()
         """Copies that cannot get the state; each stays in the view until it has promised to keep none."""
         self._out: set[int] = set()
-        """Copies that have promised to keep none any more."""
+        """Copies that have promised to keep none."""
 
     # ---- any copy
 
@@ -324,19 +329,19 @@ class Copy:
         """Do what a primary asks for; ``serial`` counts its messages: none has effect after a later one.
 
         Raises:
-            Exception: the state could not be taken over. This worker keeps no copy from now on.
+            Exception: the state could not be taken over. This worker has promised to keep no copy.
         """
         view = self.view
         number = 0 if view is None else view.number
-        if self.unfit:
-            return Refusal.UNFIT, number
         if sender in self.gone or (view is not None and sender not in view.members):
             return Refusal.DEPOSED, number
+        if self._has_promised(message):
+            return Refusal.UNFIT, number
         if self._last[0] == sender and self._last[1] >= serial:
             return Refusal.BEHIND, number
         self._last = sender, serial
         if isinstance(message, Release):
-            return self._give_up()
+            return self._give_up(message.view)
         if isinstance(message, Install):
             return self._install(message)
         if view is None:
@@ -358,7 +363,7 @@ class Copy:
             try:
                 self._machine.restore(state.machine)
             except Exception:
-                self._give_up()
+                self._give_up(new)
                 raise
             self._answers = {session: dict(answers) for session, answers in state.answers.items()}
             self._floors, self._ended = dict(state.floors), state.ended
@@ -368,8 +373,16 @@ class Copy:
         self.view = new
         return Done(self.position)
 
-    def _give_up(self) -> tuple[Refusal, int]:
-        self.unfit, self.view = True, None
+    def _has_promised(self, message: Message) -> bool:
+        """Whether a message is of a view in which this worker keeps no copy, by its promise."""
+        last = self.promised
+        if last is None or isinstance(message, Apply):
+            return last is not None and self.view is None
+        view = message.view
+        return view.number <= last.number or last.members[0] in view.members[1:]
+
+    def _give_up(self, view: View) -> tuple[Refusal, int]:
+        self.promised, self.view = view, None
         return Refusal.UNFIT, 0
 
     def _run(self, position: Position, call: Call | None) -> None:
@@ -430,7 +443,7 @@ class Copy:
 
     def may_add(self, worker: int) -> bool:
         """Whether a worker can be a candidate."""
-        return not (worker in self.gone or worker in self._view().members or worker in self._out)
+        return worker not in self.gone and worker not in self._view().members
 
     def settle(self) -> Steps:
         """Make all copies equal: those of the view, this one, and the candidate if a copy is missing."""
@@ -475,6 +488,8 @@ class Copy:
         self.view = View(view.number + 1, (*view.members, candidate))
         self._new.add(candidate)
         self._need_state.add(candidate)
+        self._unable.discard(candidate)
+        self._out.discard(candidate)
         return True
 
     def _backups(self) -> tuple[int, ...]:
@@ -496,7 +511,7 @@ class Copy:
         view = self._view()
         number, position = self._has.get(member, (0, _START))
         if member in self._unable:
-            return Release(view.number)
+            return Release(view)
         if member not in self._need_state:
             if number != view.number:
                 return Install(view, None)
@@ -511,7 +526,7 @@ class Copy:
             return Install(view, self._state())
         except Exception as error:  # the object cannot be copied any more
             self.failure = error
-            return Release(view.number)
+            return Release(view)
 
     def _state(self) -> State:
         answers = {session: dict(each) for session, each in self._answers.items()}

@@ -269,6 +269,45 @@ def test_worker_that_cannot_make_or_keep_a_copy_gets_the_error_and_others_do_wit
     assert results[2] in (founder, ("ElasticError", False, True))  # it need not take over a copy
 
 
+class Crowded(Server):
+    """A server for a copy of which one worker has no room when it is first asked."""
+
+    refused = 0
+
+    def __setstate__(self, state: Any) -> None:
+        if rpc.get_worker_info().name == "worker2" and not Crowded.refused:
+            Crowded.refused += 1
+            raise MemoryError
+        self.__dict__.update(state)
+
+
+def test_worker_that_could_not_keep_a_copy_is_asked_again(
+    run_workers: RunWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmd.elastic.replicated.host._REST_SECONDS", (0.1, 1.0))  # of the workers, too
+
+    def keep(worker: Worker) -> int:
+        init(worker)
+        if worker.name == "worker2":
+            Replicated.find("crowded")  # the others have the copies
+        handle = Replicated(Crowded, name="crowded")
+        worker.report("keeps")
+        if worker.name == "worker2":
+            worker.wait_for("killed")
+            worker.report("copies", wait_for_copies(handle))
+        worker.wait_for("end")
+        return Crowded.refused
+
+    workers = run_workers.start(keep, 3, time_limit=120)
+    workers.wait_for("keeps")
+    workers[1].kill()
+    workers[2].tell("killed")
+    assert "worker2" in workers[2].wait_for("copies")
+    for each in (workers[0], workers[2]):
+        each.tell("end")
+    assert workers[2].result() == 1
+
+
 @pytest.mark.parametrize("other", [False, True])
 def test_object_whose_copies_are_all_gone_is_lost_for_its_callers_and_can_be_made_again(
     run_workers: RunWorkers, other: bool

@@ -146,6 +146,19 @@ def test_promise_to_leave_counts_as_certain() -> None:
     assert (plan.members, plan.released, plan.may_go_on) == ((0,), frozenset({1}), True)
 
 
+def test_worker_that_leaves_is_a_witness_and_its_bases_count() -> None:
+    (first, second, third), _ = job(3)
+    second.witnessed(third.me)  # the first one is on another host
+    second.left = True
+    for others, may in (((), True), (((second.me, 9),), False)):
+        second.tried += map(frozenset, others)  # the second and worker 9 may have gone on together
+        proposal = Proposal(first, [])
+        for each in (first, second):
+            proposal.take(each.freeze(proposal.ballot))
+        plan = proposal.plan()
+        assert (plan.members, plan.may_go_on) == ((first.me,), may)
+
+
 def replicas(count: int) -> tuple[list[Member], View]:
     """Members of a view of replicas of two workers; all have the state of step 0."""
     members = [Member(each, NEW, (each - each % 2, each - each % 2 + 1)) for each in range(2 * count)]
@@ -293,7 +306,12 @@ def test_simulated_jobs_keep_their_promises(seeds: range) -> None:
 
 @pytest.mark.parametrize(
     ("breakage", "seed"),
-    [("one prepared member is enough", 60), ("attempts are no bases", 4), ("half is enough", 113)],
+    [
+        ("one prepared member is enough", 60),
+        ("attempts are no bases", 4),
+        ("half is enough", 8),
+        ("only members are witnesses", 353),
+    ],
 )
 def test_simulation_notices_a_rule_that_is_left_out(
     breakage: str, seed: int, monkeypatch: pytest.MonkeyPatch

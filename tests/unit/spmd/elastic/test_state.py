@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,16 +34,6 @@ def test_scaler_unscales_the_gradients_of_a_repeated_attempt_again() -> None:
             state.put_back()
     scaler.step(optimizer)
     scaler.update()
-
-
-def test_random_numbers_of_numpy_are_drawn_again() -> None:
-    first = np.random.random_sample()  # and the module is there
-    state = State({"model": nn.Linear(2, 1)})
-    state.keep()
-    drawn = np.random.random_sample(3).tolist()
-    state.put_back()
-    assert np.random.random_sample(3).tolist() == drawn
-    assert first not in drawn
 
 
 def test_learning_rate_that_an_attempt_has_changed_is_put_back_and_not_given_to_newcomers() -> None:

@@ -21,6 +21,7 @@ from spmd.elastic.replicated.order import (
     Outcome,
     Refusal,
     Release,
+    State,
     Unsendable,
     View,
 )
@@ -154,6 +155,27 @@ def test_backup_that_cannot_get_the_state_is_released_once_it_has_promised(
         steps.send({2: (Refusal.UNFIT, 0)})
     assert isinstance(primary.view, View)
     assert primary.view.members == (1,)
+
+
+def test_worker_that_could_not_keep_a_copy_keeps_one_in_a_later_view() -> None:
+    full = [True]
+
+    class Restored(Counter):
+        def restore(self, state: Any) -> None:
+            if full[0]:
+                raise MemoryError
+
+    worker = Copy(2, Restored(), 2)
+    state = State((1, 1), {}, {}, frozenset(), 1)
+    first = Install(View(2, (1, 2)), state)
+    with pytest.raises(MemoryError):
+        worker.receive(1, 1, first)
+    full[0] = False
+    assert worker.receive(1, 2, first) == (Refusal.UNFIT, 0)  # the primary may rely on the promise
+    older = Install(View(5, (9, 1, 2)), state)  # of an earlier primary
+    assert worker.receive(9, 1, older) == (Refusal.UNFIT, 0)
+    assert worker.receive(1, 3, Apply(2, (2, 1), None)) == (Refusal.UNFIT, 0)
+    assert worker.receive(1, 4, Install(View(4, (1, 2)), state)) == Done((1, 1))
 
 
 class Ending:

@@ -1,8 +1,8 @@
 """The copies of a replicated object on a simulated network: a seed chooses every event.
 
 Messages and answers are delayed, doubled and lost; copies are killed between any two of them, or excluded by
-the group while they live; callers repeat their calls at any copy. What callers were answered must always be
-in the state of the copy that answers next, once.
+the group while they live; workers have no room for a copy, and later have; callers repeat their calls at any
+copy. What callers were answered must always be in the state of the copy that answers next, once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from spmd.elastic.replicated.order import (
     Message,
     Outcome,
     OutdatedCallError,
+    Refusal,
     Steps,
 )
 
@@ -34,6 +35,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.ran: list[Any] = []
+        self.has_room = True
 
     def run(self, what: Any) -> Outcome:
         self.ran.append(what)
@@ -45,6 +47,8 @@ class Recorded:
         return list(self.ran)
 
     def restore(self, state: Any) -> None:
+        if not self.has_room:
+            raise MemoryError
         self.ran = list(state)
 
     def forget(self, session: int) -> None:
@@ -96,6 +100,7 @@ class World:
             self.workers[me] = Worker(Copy(me, machine, copies), machine)
         self.workers[1].copy.found()
         self.had: set[int] = set()
+        self.faults = True
 
     def living(self) -> list[int]:
         return [each for each in self.workers if each not in self.dead]
@@ -130,11 +135,7 @@ class World:
         if copy.gone.intersection(copy.view.members):
             return self.drive(worker, copy.settle())
         candidates = [
-            each
-            for each in self.living()
-            if copy.may_add(each)
-            and self.workers[each].copy.view is None
-            and not self.workers[each].copy.unfit
+            each for each in self.living() if copy.may_add(each) and self.workers[each].copy.view is None
         ]
         if len(copy.view.members) < self.copies and candidates and self.random.random() < 0.5:
             copy.candidate = self.random.choice(candidates)
@@ -189,7 +190,12 @@ class World:
         if sent.to in self.dead:
             answer: Answer = None
         else:
-            answer = self.workers[sent.to].copy.receive(sent.sender, sent.serial, sent.message)
+            worker = self.workers[sent.to]
+            worker.machine.has_room = not self.faults or self.random.random() < 0.5
+            try:
+                answer = worker.copy.receive(sent.sender, sent.serial, sent.message)
+            except MemoryError:
+                answer = Refusal.UNFIT, 0
         if not again:
             self.back(sent, None if answer_lost else answer)
         return True
@@ -206,6 +212,7 @@ class World:
 
     def step(self, faults: bool) -> None:
         """One event, if any can happen."""
+        self.faults = faults
         self.had |= {each for each, worker in self.workers.items() if worker.copy.view is not None}
         if any(worker.copy.is_ready for worker in self.workers.values()):
             assert len(self.had) >= self.copies, "calls are taken before there were as many copies as wanted"
