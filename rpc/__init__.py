@@ -61,26 +61,12 @@ from rpc.serialization.settings import allow_class, allow_function, allow_method
 from rpc.streaming import Stream, stream
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-    from typing import Protocol
-
+    from farcall.observe.tracing import trace as trace
+    from farcall.serving import serve as serve
     from rref.names import find as find
     from rref.names import remove_name as remove_name
     from rref.reference import RRef as RRef
     from rref.remote import remote as remote
-
-    class _Server(AbstractContextManager["_Server"], Protocol):
-        port: int
-        metrics_port: int | None
-
-        def stop(self, grace: float | None = None) -> int: ...
-
-        def wait(self, timeout: float | None = None) -> bool: ...
-
-    serve: Callable[..., _Server]
-    trace: Callable[[str | os.PathLike[str]], AbstractContextManager[None]]
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",

@@ -25,8 +25,8 @@ from typing import Any, Final, Generic, TypeVar
 from farcall.launch.liveness import Quiet
 from farcall.launch.rounds import SILENT_SECONDS, Launcher, Report, State
 from farcall.launch.terminal import say
-from rpc.group.authentication import ForeignRecordError
 from rpc.rendezvous.store import SharedStore
+from rpc.transport.authentication import ForeignRecordError
 
 __all__ = ["Arrivals", "Heard", "Notice", "Post", "Records", "Unreadable", "keep", "read", "unpacked"]
 

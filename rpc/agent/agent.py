@@ -31,7 +31,6 @@ from rpc.agent.messages import Messages
 from rpc.agent.platform import Platform
 from rpc.agent.reception import Reception
 from rpc.agent.tape import Tracing
-from rpc.group.handshake import Authenticator
 from rpc.group.membership import WorkerReference
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
@@ -40,6 +39,7 @@ from rpc.runtime.events import Events
 from rpc.runtime.interrupts import protected
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.serializer import Serializer
+from rpc.transport.authentication import TokenAuthenticator
 from rpc.transport.tls import TlsContexts
 from rpc.wire.frames import Kind
 
@@ -84,7 +84,7 @@ class Agent:
         listen_host: str,
         listen_port: int = 0,
         *,
-        authenticator: Authenticator | None = None,
+        authenticator: TokenAuthenticator | None = None,
         transports: Iterable[str] | None = None,
         tls: TlsContexts | None = None,
         platform: Platform | None = None,

@@ -8,7 +8,6 @@ from typing import TypeVar
 from rpc.agent.hooks import Hooks
 from rpc.agent.platform import Platform
 from rpc.group.connections import Connections
-from rpc.group.handshake import Authenticator
 from rpc.group.membership import Membership
 from rpc.group.own_time import OwnTime
 from rpc.group.peer import Peer, PeerTable
@@ -18,6 +17,7 @@ from rpc.runtime.blocking import INFINITE
 from rpc.runtime.events import Events
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.serializer import Serializer
+from rpc.transport.authentication import TokenAuthenticator
 
 __all__ = ["AgentGroup"]
 
@@ -41,7 +41,7 @@ class AgentGroup:
         serializer: Serializer,
         events: Events,
         hooks: Hooks,
-        authenticator: Authenticator | None,
+        authenticator: TokenAuthenticator | None,
     ) -> None:
         self.connections = Connections(
             platform.loop_thread.loop,

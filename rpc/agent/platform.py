@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from rpc.group.handshake import Authenticator
 from rpc.options import AgentOptions
 from rpc.runtime.executor import Executor
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.process_signs import waited_for_core
 from rpc.runtime.process_tuning import ProcessTuning
+from rpc.transport.authentication import TokenAuthenticator
 from rpc.transport.base import Transport, TransportContext
 from rpc.transport.registry import transports as make_transports
 from rpc.transport.tls import TlsContexts
@@ -37,7 +37,7 @@ class Platform:
         options: AgentOptions,
         transports: Iterable[str] | None,
         tls: TlsContexts | None,
-        authenticator: Authenticator | None,
+        authenticator: TokenAuthenticator | None,
     ) -> Self:
         """Make the platform for a real process; arguments as for ``Agent``."""
         process = ProcessTuning(options.switch_interval, options.kept_memory_bytes)

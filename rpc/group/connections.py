@@ -19,7 +19,7 @@ from rpc.errors import ProtocolError
 from rpc.group.admission import CROSSED, judge
 from rpc.group.dialling import QUIET_SECONDS, Dialler
 from rpc.group.greeting import SLOW_SECONDS, Greeting
-from rpc.group.handshake import Authenticator, Hello, Refusal, Stream, Welcomed, legible
+from rpc.group.handshake import Hello, Refusal, Stream, Welcomed, legible
 from rpc.group.link import CONNECTING
 from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
@@ -28,6 +28,7 @@ from rpc.group.peer import Peer
 from rpc.group.workers import Member
 from rpc.runtime.limited_log import LimitedLog
 from rpc.runtime.tasks import Task
+from rpc.transport.authentication import TokenAuthenticator
 from rpc.transport.base import (
     CLOSED_BY_PEER,
     Connection,
@@ -125,7 +126,7 @@ class Connections:
         loop: asyncio.AbstractEventLoop,
         transports: Mapping[str, Transport],
         max_frame_bytes: int,
-        authenticator: Authenticator | None = None,
+        authenticator: TokenAuthenticator | None = None,
         *,
         handshake_seconds: float = CONNECT_SECONDS,
         reconnect_seconds: float = 0.0,

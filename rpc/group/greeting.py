@@ -11,18 +11,17 @@ from typing import Final, Protocol
 
 from rpc.errors import ProtocolError, is_violation
 from rpc.group.handshake import (
-    Authenticator,
     Handshake,
     HandshakeMessage,
     HandshakeState,
     Hello,
     Refusal,
-    Role,
     Stream,
     Welcomed,
 )
 from rpc.group.own_time import LEAST_SECONDS, OwnTime
 from rpc.group.peer import Peer
+from rpc.transport.authentication import Role, TokenAuthenticator
 from rpc.transport.base import INFINITE, Connection, SilentOwner
 from rpc.wire.frames import Frame, encode
 
@@ -41,7 +40,7 @@ class GreetingDesk(Protocol):
 
     own_time: OwnTime
 
-    authenticator: Authenticator | None
+    authenticator: TokenAuthenticator | None
 
     def heard(self, greeting: Greeting, said: Hello | Stream | Welcomed | Refusal) -> None:
         """Called with the other side's hello, its welcome, its refusal, or a refusal because its proof is

@@ -23,23 +23,21 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rpc.errors import ProtocolError
 from rpc.group.workers import Member
-from rpc.transport.base import Tickets
+from rpc.transport.authentication import Role, TokenAuthenticator
 from rpc.wire.frames import Kind
 from rpc.wire.headers import pack_header
 
 __all__ = [
     "TRANSITIONS",
-    "Authenticator",
     "Handshake",
     "HandshakeMessage",
     "HandshakeState",
     "Hello",
     "Refusal",
-    "Role",
     "Stream",
     "Welcomed",
     "legible",
@@ -47,13 +45,6 @@ __all__ = [
 ]
 
 _LONGEST_TEXT: Final = 1000
-
-
-class Role(Enum):
-    """The two sides of a connection."""
-
-    DIALLER = "dialler"
-    ACCEPTOR = "acceptor"
 
 
 class HandshakeState(Enum):
@@ -90,23 +81,6 @@ _SAID_BY: Final = {
     Kind.REFUSED: (Role.ACCEPTOR, "refused"),
 }
 """The sender of each kind of message, and its name."""
-
-
-class Authenticator(Tickets, Protocol):
-    """Proves to the other side that this worker belongs to the job, and verifies the other side's proof.
-
-    Headers are maps that msgpack can encode. ``said`` is a digest of all messages before the proof. A proof
-    includes its author's role, so that it cannot be reflected.
-    """
-
-    def challenge(self) -> dict[str, Any]:
-        """At the acceptor: return the header of CHALLENGE, different each time."""
-
-    def prove(self, role: Role, said: bytes) -> dict[str, Any]:
-        """Return the header of PROOF, for a dialler, which should differ each time as well, or of WELCOME."""
-
-    def verify(self, role: Role, said: bytes, proof: dict[str, Any]) -> bool:
-        """Whether ``proof`` is what ``prove`` returns at a worker of this job in this role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +174,7 @@ class Handshake:
         neither.
     """
 
-    def __init__(self, role: Role, authenticator: Authenticator | None = None) -> None:
+    def __init__(self, role: Role, authenticator: TokenAuthenticator | None = None) -> None:
         self.role = role
         self.state = HandshakeState.BEGUN
         self._authenticator = authenticator

@@ -26,7 +26,6 @@ from rpc.agent.agent import Agent
 from rpc.agent.collected_futures import replace_collect_all, restore_collect_all
 from rpc.entry_points import entry_points
 from rpc.errors import RpcError
-from rpc.group.authentication import TokenAuthenticator
 from rpc.group.connections import CRASHED
 from rpc.group.workers import Member, WorkerInfo
 from rpc.lifecycle import device_agreement
@@ -55,6 +54,7 @@ from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.torch_internals import INTERNALS
 from rpc.serialization.failures import beginning_of, text_of
 from rpc.serialization.functions import main_identity
+from rpc.transport.authentication import TokenAuthenticator
 from rpc.transport.registry import load as load_transports
 from rpc.transport.tls import TlsContexts
 from rpc.transport.unix import UnixTransport

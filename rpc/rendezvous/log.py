@@ -17,10 +17,10 @@ from typing import Final
 import msgpack
 
 from rpc.errors import RendezvousError
-from rpc.group.authentication import ForeignRecordError
 from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Entry, Verdict
 from rpc.rendezvous.store import SharedStore
+from rpc.transport.authentication import ForeignRecordError
 
 __all__ = ["Log", "OwnRecord"]
 

@@ -23,9 +23,9 @@ from typing import Final, Generic, NoReturn, TypeVar
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rpc.errors import RendezvousError, RendezvousTimeoutError
-from rpc.group.authentication import Seal
 from rpc.runtime.blocking import Event, wait_for_event
 from rpc.runtime.interrupts import protected
+from rpc.transport.authentication import Seal
 
 logger = logging.getLogger(__name__)
 

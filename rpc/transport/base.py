@@ -16,6 +16,7 @@ from rpc.errors import RpcError
 from rpc.options import RpcBackendOptions
 from rpc.runtime.blocking import INFINITE
 from rpc.runtime.tasks import Task
+from rpc.transport.authentication import TokenAuthenticator
 from rpc.transport.inline_read import InlineReader, Receiver, Spinners
 from rpc.transport.session import Session
 from rpc.transport.tls import TlsContexts
@@ -35,7 +36,6 @@ __all__ = [
     "Listener",
     "QueueFull",
     "SilentOwner",
-    "Tickets",
     "Transport",
     "TransportContext",
     "Unreachable",
@@ -55,30 +55,25 @@ CLOSED_BY_PEER: Final = "the connection was closed by the other side"
 """Reason of a lost connection that the other side has closed."""
 
 
-class Tickets(Protocol):
-    """Tickets of a job, which a transport that has a place for them presents when it connects, so that
-    strangers are refused early. The handshake requires a proof in any case.
-    """
-
-    def ticket(self) -> str:
-        """Return a ticket that is valid for this job, in printable ASCII."""
-
-    def is_ticket(self, text: str) -> bool:
-        """Whether a worker of this job has issued the ticket."""
-
-
 @dataclass(frozen=True, slots=True)
 class TransportContext:
-    """The arguments that all transports of one agent are made with: its loop, the maximum number of bytes
-    that may be queued for a peer before callers wait, its spinning threads, encryption for connections over a
-    network, the job's tickets, and the options, some of which concern transports only.
+    """The arguments that all transports of one agent are made with.
+
+    Attributes:
+        loop: the agent's loop.
+        send_queue_bytes: maximum number of bytes that may be queued for a peer before callers wait.
+        spinners: the threads that may spin.
+        tls: encryption for connections over a network.
+        tickets: issues the job's tickets, of which transports that have a place for them present one when
+            they connect, so that strangers are refused early; the handshake requires a proof in any case.
+        options: options of the agent, some of which concern transports only.
     """
 
     loop: asyncio.AbstractEventLoop
     send_queue_bytes: int
     spinners: Spinners = field(default_factory=Spinners)
     tls: TlsContexts | None = None
-    tickets: Tickets | None = None
+    tickets: TokenAuthenticator | None = None
     options: RpcBackendOptions | None = None
 
 

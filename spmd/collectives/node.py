@@ -23,7 +23,6 @@ from rpc.agent.agent import Agent
 from rpc.agent.lifecycle import Lifecycle
 from rpc.bulk.point_to_point import Bulk
 from rpc.errors import GroupMismatchError, NotInitializedError, RendezvousTimeoutError, RpcError
-from rpc.group.authentication import ForeignRecordError, Seal
 from rpc.group.peer import Peer
 from rpc.lifecycle.own_backend import start_separate_agent
 from rpc.options import AgentOptions
@@ -31,6 +30,7 @@ from rpc.rendezvous.store import SharedStore, run_with_deadline
 from rpc.rendezvous.token import WAYS, find_credential
 from rpc.runtime.current import current_agent
 from rpc.runtime.tasks import Task
+from rpc.transport.authentication import ForeignRecordError, Seal
 from spmd.collectives.flight_recorder import FlightRecorder
 
 __all__ = ["Node", "WatchesWorkers", "agent_of_rpc", "find_node", "master_of"]

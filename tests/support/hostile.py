@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from rpc.group.handshake import Authenticator, Handshake, HandshakeMessage, Hello, Role
+from rpc.group.handshake import Handshake, HandshakeMessage, Hello
 from rpc.group.workers import Member, WorkerInfo
 from rpc.runtime.current import current_agent
+from rpc.transport.authentication import Role, TokenAuthenticator
 from rpc.wire.decoder import Decoder
 from rpc.wire.frames import PREAMBLE, Frame, Kind, encode
 
@@ -33,7 +34,7 @@ class Target:
 
     member: Member
     group: str
-    authenticator: Authenticator | None = None
+    authenticator: TokenAuthenticator | None = None
 
 
 def target() -> Target:

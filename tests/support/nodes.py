@@ -12,12 +12,13 @@ import pytest
 
 from rpc.errors import ProtocolError
 from rpc.group.connections import Connections
-from rpc.group.handshake import Authenticator, Stream
+from rpc.group.handshake import Stream
 from rpc.group.membership import Membership
 from rpc.group.peer import Peer
 from rpc.group.workers import Member, WorkerInfo
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.tasks import Task
+from rpc.transport.authentication import TokenAuthenticator
 from rpc.transport.base import Connection, Transport, TransportContext
 from rpc.transport.registry import transports
 from rpc.wire.frames import Frame, Kind, encode_small
@@ -37,7 +38,7 @@ class MakeNode(Protocol):
         incarnation: int | None = None,
         host: str = "host",
         reach: dict[str, Transport] | None = None,
-        authenticator: Authenticator | None = None,
+        authenticator: TokenAuthenticator | None = None,
     ) -> Node: ...
 
 
@@ -65,7 +66,7 @@ class Node:
         reach: dict[str, Transport] | None = None,
         host: str = "host",
         listen_on: str = "127.0.0.1",
-        authenticator: Authenticator | None = None,
+        authenticator: TokenAuthenticator | None = None,
     ) -> None:
         self.loop = loop
         self.thread: LoopThread | None = None

@@ -21,8 +21,7 @@ from farcall.v1 import value_pb2 as pb
 from rpc.bulk.shared_memory import packing
 from rpc.errors import ProtocolError, RpcError, SerializationError
 from rpc.group.admission import judge
-from rpc.group.authentication import TokenAuthenticator
-from rpc.group.handshake import Handshake, Hello, Refusal, Role, Stream, Welcomed
+from rpc.group.handshake import Handshake, Hello, Refusal, Stream, Welcomed
 from rpc.group.handshake import HandshakeMessage as Said
 from rpc.group.membership import Membership
 from rpc.group.workers import Member, WorkerInfo
@@ -30,6 +29,7 @@ from rpc.serialization.codecs import NEUTRAL
 from rpc.serialization.safe import AllowList
 from rpc.serialization.serializer import Serializer
 from rpc.serialization.settings import Settings
+from rpc.transport.authentication import Role, TokenAuthenticator
 from rpc.transport.session import Session
 from rpc.wire import reassembly
 from rpc.wire.decoder import Decoder

@@ -13,8 +13,7 @@ from torch.autograd import Function
 import dist_autograd
 import rpc
 from dist_autograd.leaves import owned
-from tests.support.serving import first_of, in_standing_group
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import in_standing_group
 
 INPUTS = torch.ones(2, 3)
 
@@ -110,13 +109,10 @@ def test_scaling_a_contexts_gradients_in_place_changes_nothing_of_the_users() ->
     assert [used[0].item(), held[0][0].item()] == [8.0, 4.0]
 
 
-def receive_gradient(_: Worker) -> bool:
+@in_standing_group()
+def test_a_gradient_that_came_in_a_message_is_not_copied() -> None:
     x, seen = torch.ones(3, requires_grad=True), list[int]()
     x.register_hook(lambda gradient: seen.append(gradient.data_ptr()))  # type: ignore[no-untyped-call]
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.mul, args=(x, 4)).sum()])
-        return addresses(list(dist_autograd.get_gradients(context_id).values())) == seen
-
-
-def test_a_gradient_that_came_in_a_message_is_not_copied(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, receive_gradient)
+        assert addresses(list(dist_autograd.get_gradients(context_id).values())) == seen

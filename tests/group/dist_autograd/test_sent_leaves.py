@@ -13,8 +13,7 @@ from torch.autograd import Function
 
 import dist_autograd
 import rpc
-from tests.support.serving import Gate, first_of, in_standing_group, in_worker0
-from tests.support.workers import RunWorkers, Worker
+from tests.support.serving import Gate, in_standing_group, in_worker0
 
 OTHER = "worker1"
 
@@ -44,8 +43,8 @@ def leaf(*elements: float) -> Tensor:
     return torch.tensor(elements, requires_grad=True)
 
 
-def send_leaf_with_hook(_: Worker) -> tuple[list[Any], list[Any]]:
-    """What a hook of a leaf sees whose gradient is none: in one process, and over two."""
+@in_standing_group()
+def test_hook_of_a_leaf_without_gradient_is_called_as_in_one_process() -> None:
     seen: list[list[Any]] = []
     here = torch.autograd.backward
     for call in (add_for_first_only, lambda *args: rpc.rpc_sync(OTHER, add_for_first_only, args=args)):
@@ -59,12 +58,7 @@ def send_leaf_with_hook(_: Worker) -> tuple[list[Any], list[Any]]:
             else:
                 dist_autograd.backward(context_id, [total])
                 assert list(dist_autograd.get_gradients(context_id)) == [a]
-    return seen[0], seen[1]
-
-
-def test_hook_of_a_leaf_without_gradient_is_called_as_in_one_process(run_workers: RunWorkers) -> None:
-    in_one_process, over_two = first_of(run_workers, send_leaf_with_hook)
-    assert over_two == in_one_process
+    assert seen[0] == seen[1]
 
 
 @in_standing_group()
@@ -109,22 +103,20 @@ class Remote:
         return self.layer.weight in found, self.layer.bias in found
 
 
-def change_before_backward(_: Worker, change: str) -> tuple[bool, tuple[bool, bool]]:
+@pytest.mark.parametrize(("change", "with_gradient"), [("freeze", (False, True)), ("widen", (True, True))])
+@in_standing_group()
+def test_a_parameter_that_changes_before_the_backward_spoils_no_gradient(
+    change: str, with_gradient: tuple[bool, bool]
+) -> None:
+    """Frozen, it gets none; with data of another type, it gets its own."""
     remote = rpc.remote(OTHER, Remote)
     x = leaf(1.0, 2.0)
     with dist_autograd.context() as context_id:
         total = remote.rpc_sync().forward(x).sum()
         getattr(remote.rpc_sync(), change)()
         dist_autograd.backward(context_id, [total])
-        return x in dist_autograd.get_gradients(context_id), remote.rpc_sync().which(context_id)
-
-
-def test_frozen_parameter_spoils_no_other_gradient(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, change_before_backward, "freeze") == (True, (False, True))
-
-
-def test_parameter_whose_data_has_another_type_gets_its_gradient(run_workers: RunWorkers) -> None:
-    assert first_of(run_workers, change_before_backward, "widen") == (True, (True, True))
+        assert x in dist_autograd.get_gradients(context_id)
+        assert remote.rpc_sync().which(context_id) == with_gradient
 
 
 WEIGHTS = torch.ones(4, requires_grad=True)

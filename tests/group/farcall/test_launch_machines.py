@@ -78,6 +78,3 @@ def test_a_launcher_that_is_killed_ends_the_job_on_all_machines(
     said = {0: f"the launcher that serves the store at {place} is gone", 1: "(node 1, process "}
     assert said[killed] in both[1 - killed].wait_for("is gone")
     assert "frame #" not in both[1 - killed].said
-
-
-# ---- who does not belong

@@ -1,10 +1,11 @@
-"""Traces of whole steps, read as a viewer reads them: what is in them is counted.
+"""Traces of steps and of a whole run, read as a viewer reads them: what is in them is counted.
 
 The same counts as queries for Perfetto's trace processor are in docs/observing.md.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def test_a_parameter_servers_step(run_workers: RunWorkers, tmp_path: Path) -> No
     trace = read_trace(tmp_path / "run.json")
     counts, ways = trace.counts(), trace.ways()
     assert counts["worker0", "Server.push"] == counts["worker0", "Server.weights"] == STEPS * TRAINERS
+    assert counts["worker0", "deserialize Server.push"] == STEPS * TRAINERS
     for trainer in ("worker1", "worker2"):
         assert counts[trainer, "train"] == 1
         assert counts[trainer, "call Server.push"] == counts[trainer, "call Server.weights"] == STEPS
@@ -177,3 +179,15 @@ def test_an_spmd_step(run_workers: RunWorkers, tmp_path: Path) -> None:
     lines = [each["args"]["lines"] for each in trace.slices if each["name"] == "an SPMD step"]
     assert sum("operations" in each and f"{__file__}:" in each for each in lines) == STEPS
     check_arrows_end_at_runs(trace)
+
+
+def call_each_other(worker: Worker) -> None:
+    os.environ["FARCALL_TRACE"] = "whole.json"
+    with worker.group():
+        rpc.rpc_sync(f"worker{1 - worker.rank}", torch.add, args=(X, worker.rank))
+
+
+def test_a_whole_run_is_traced_if_the_environment_says_so(run_workers: RunWorkers, tmp_path: Path) -> None:
+    run_workers(call_each_other, 2)
+    counts = read_trace(tmp_path / "whole.json").counts()
+    assert counts["worker0", "call torch.add"] == counts["worker1", "call torch.add"] == 1

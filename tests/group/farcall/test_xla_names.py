@@ -17,6 +17,7 @@ from torch import nn
 
 import spmd
 from farcall import cli, compat
+from tests.support.serving import in_processes
 from tests.support.workers import RunWorkers, Worker
 
 EVERY_NAME = {
@@ -73,7 +74,8 @@ EVERY_NAME = {
 }
 
 
-def every_name(worker: Worker) -> None:
+@in_processes(1)
+def test_names_are_lent_as_long_as_the_layer_is_installed(worker: Worker) -> None:
     assert importlib.util.find_spec("torch_xla") is None
     compat.install()
     for module, names in EVERY_NAME.items():
@@ -88,11 +90,8 @@ def every_name(worker: Worker) -> None:
         torch.ones(1).to("xla")
 
 
-def test_names_are_lent_as_long_as_the_layer_is_installed(run_workers: RunWorkers) -> None:
-    run_workers(every_name, 1)
-
-
-def installed_package_stays(worker: Worker) -> None:
+@in_processes(1)
+def test_a_torch_xla_that_is_installed_stays(worker: Worker) -> None:
     package = worker.folder / "torch_xla"
     package.mkdir()
     (package / "__init__.py").write_text("its_own = True\n")
@@ -102,10 +101,6 @@ def installed_package_stays(worker: Worker) -> None:
     assert importlib.import_module("torch_xla").its_own
     with pytest.raises(ImportError):
         importlib.import_module("torch_xla.runtime")
-
-
-def test_a_torch_xla_that_is_installed_stays(run_workers: RunWorkers) -> None:
-    run_workers(installed_package_stays, 1)
 
 
 class Net(nn.Module):

@@ -21,7 +21,7 @@ from rpc.errors import (
 from rpc.runtime.current import clear_current_agent, current_agent, set_current_agent
 from rref import names
 from tests.support.orders import add_follower, ask, dismiss, start_followers
-from tests.support.serving import in_worker0, wait_at_gate
+from tests.support.serving import in_processes, in_worker0, wait_at_gate
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
@@ -269,7 +269,8 @@ def test_a_coroutine_must_not_wait_for_an_object() -> None:
         rpc.rpc_sync("worker1", find_in_coroutine)
 
 
-def find_in_safe_mode(worker: Worker) -> None:
+@in_processes(2)
+def test_objects_are_found_by_name_in_safe_mode(worker: Worker) -> None:
     rpc.allow_class(Counter)
     rpc.allow_methods(Counter, "add")
     with worker.group(deserialization="safe"):
@@ -277,7 +278,3 @@ def find_in_safe_mode(worker: Worker) -> None:
             make("worker1")
             assert add_to() == 1
             assert rpc.remove_name("counter")
-
-
-def test_objects_are_found_by_name_in_safe_mode(run_workers: RunWorkers) -> None:
-    run_workers(find_in_safe_mode, 2)

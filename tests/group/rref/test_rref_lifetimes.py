@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import rpc
-from rpc.errors import RpcTimeoutError, SerializationError, WorkerLostError
+from rpc.errors import RpcTimeoutError, SerializationError
 from rpc.runtime.current import current_agent
 from rref.protocol.machine import Protocol
 from tests.support.orders import ask, dismiss, start_followers
@@ -64,20 +64,6 @@ def test_an_object_is_freed_when_the_last_of_several_users_lets_go(run_workers: 
     assert workers[1].wait_for("freed") == "nothing yet"
     ask(workers[3], drop)
     assert workers[1].wait_for("freed") == "shared"
-    dismiss(workers)
-
-
-def share_own_with(to: str) -> None:
-    kept.append(rpc.RRef(Tracked("mine")))
-    give_to(to)
-
-
-def test_an_owners_own_reference_counts(run_workers: RunWorkers) -> None:
-    workers = start_followers(run_workers, 2)
-    ask(workers[0], share_own_with, "worker1")
-    ask(workers[1], drop)
-    ask(workers[0], drop)
-    assert [workers[0].wait_for("freed") for _ in range(2)] == ["nothing yet", "mine"]
     dismiss(workers)
 
 
@@ -206,57 +192,6 @@ def test_the_object_of_a_creation_that_timed_out_goes_with_the_reference(
         ask(workers[0], wait_until_made)
         ask(workers[0], drop)
     assert workers[1].wait_for("freed") == "late"
-    dismiss(workers)
-
-
-# ---- users that die
-
-
-def test_an_object_is_freed_when_its_user_is_killed(run_workers: RunWorkers) -> None:
-    workers = start_followers(run_workers, 3)
-    ask(workers[2], make_on, "worker1", "orphan")
-    workers[2].kill()
-    assert workers[1].wait_for("freed") == "orphan"
-    dismiss(workers)
-
-
-def test_an_object_outlives_a_killed_user_while_another_has_it(run_workers: RunWorkers) -> None:
-    workers = start_followers(run_workers, 4)
-    ask(workers[2], make_on, "worker1", "shared")
-    ask(workers[2], give_to, "worker3")
-    workers[2].kill()
-    ask(workers[1], wait_until_lost, "worker2")
-    assert ask(workers[3], say_names) == ["shared"]
-    ask(workers[3], drop)
-    assert workers[1].wait_for("freed") == "shared"
-    dismiss(workers)
-
-
-def wait_until_lost(name: str) -> None:
-    with pytest.raises(WorkerLostError, match=name):
-        rpc.rpc_sync(name, wait_at_gate)
-
-
-def kept_here() -> list[rpc.RRef[Any]]:
-    return list(kept)
-
-
-def take_from(source: str) -> None:
-    keep(*rpc.rpc_sync(source, kept_here))
-
-
-def test_a_fork_in_flight_outlives_its_forker(run_workers: RunWorkers) -> None:
-    workers = start_followers(run_workers, 4)
-    ask(workers[2], make_on, "worker1", "passed on")
-    ask(workers[2], rpc.rpc_sync, "worker3", int)
-    workers[1].stop()  # it can confirm nothing now
-    ask(workers[3], take_from, "worker2")
-    workers[2].kill()
-    workers[1].resume()
-    ask(workers[1], wait_until_lost, "worker2")
-    assert ask(workers[3], say_names) == ["passed on"]
-    ask(workers[3], drop)
-    assert workers[1].wait_for("freed") == "passed on"
     dismiss(workers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,23 +14,31 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.default_device import TYPE
 from tests.support.process_groups import process_group
-from tests.support.standing import Shared
+from tests.support.serving import in_standing
 from tests.support.workers import Worker
 
 __all__ = ["assert_same_gradients", "backward", "gradient_of", "in_mesh", "part", "whole"]
 
 
-def in_mesh(task: Callable[..., Any], *shape: int, names: tuple[str, ...] | None = None) -> Shared:
-    """A task for ``run_workers``: ``task(mesh, *args)`` in a group with this mesh, default one dimension. All
-    ranks are seeded alike.
+def in_mesh(
+    world_size: int, *shape: int, names: tuple[str, ...] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of ``body(mesh, **parameters)``, run by each rank of a process group that stays, with this
+    mesh, default one dimension. All ranks are seeded alike.
     """
 
-    def run(worker: Worker, *args: Any) -> Any:
-        torch.manual_seed(0)
-        return task(_mesh(shape or (worker.world_size,), names), *args)
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def run(worker: Worker, **given: Any) -> None:
+            torch.manual_seed(0)
+            body(_mesh(shape or (worker.world_size,), names), **given)
 
-    run.__module__ = task.__module__  # which the fork server then has imported before it forks
-    return Shared(process_group, run)
+        of_worker = inspect.Parameter("worker", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        of_body = list(inspect.signature(body).parameters.values())[1:]
+        functools.update_wrapper(run, body)
+        run.__signature__ = inspect.Signature([of_worker, *of_body])  # type: ignore[attr-defined]
+        return in_standing(process_group, world_size)(run)
+
+    return decorate
 
 
 @functools.cache

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rpc.group.handshake import Authenticator
 from rpc.runtime import loop as loop_module
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import defer_interrupts, restore_interrupts
 from rpc.runtime.loop import LoopThread
+from rpc.transport.authentication import TokenAuthenticator
 from rpc.transport.base import Transport
 from tests.support.answering import Owner
 from tests.support.ctrl_c import CtrlC
@@ -59,7 +59,7 @@ def make_node() -> Iterator[MakeNode]:
         incarnation: int | None = None,
         host: str = "host",
         reach: dict[str, Transport] | None = None,
-        authenticator: Authenticator | None = None,
+        authenticator: TokenAuthenticator | None = None,
     ) -> Node:
         index = len(made)
         thread, incarnation = threads[index % 2], incarnation or 100 + index

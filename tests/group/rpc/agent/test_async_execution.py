@@ -72,21 +72,16 @@ KINDS: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
-def call_each_way(_: Worker) -> dict[str, list[int]]:
-    return {
-        kind: [
-            rpc.rpc_sync("worker1", marked, args=(1,)),
-            rpc.rpc_async("worker1", marked, args=(1,)).wait(),
-            rpc.remote("worker1", marked, args=(1,)).to_here(),
-            rpc.rpc_sync("worker0", marked, args=(1,)),
-        ]
-        for kind, (marked, _) in KINDS.items()
-    }
-
-
-def test_every_kind_of_function_can_be_marked(run_workers: RunWorkers) -> None:
-    expected = {kind: [value] * 4 for kind, (_, value) in KINDS.items()}
-    assert first_of(run_workers, call_each_way) == expected
+@pytest.mark.parametrize("kind", KINDS)
+@in_standing_group()
+def test_every_kind_of_function_can_be_marked(kind: str) -> None:
+    marked, value = KINDS[kind]
+    assert [
+        rpc.rpc_sync("worker1", marked, args=(1,)),
+        rpc.rpc_async("worker1", marked, args=(1,)).wait(),
+        rpc.remote("worker1", marked, args=(1,)).to_here(),
+        rpc.rpc_sync("worker0", marked, args=(1,)),
+    ] == [value] * 4
 
 
 METHODS = {

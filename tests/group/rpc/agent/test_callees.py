@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import rpc
-from tests.support.serving import first_of, in_standing_group
+from tests.support.serving import in_standing_group
 from tests.support.workers import RunWorkers, Worker
 
 ONES = torch.ones(3)
@@ -179,25 +180,18 @@ CALLEES: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
 }
 
 
-def call_each_way(_: Worker) -> dict[str, list[Any]]:
-    return {
-        kind: [
-            rpc.rpc_sync("worker1", callee, args=args),
-            rpc.rpc_async("worker1", callee, args=args).wait(),
-            rpc.remote("worker1", callee, args=args).to_here(),
-            rpc.rpc_sync("worker0", callee, args=args),
-        ]
-        for kind, (callee, args, _) in CALLEES.items()
-    }
-
-
-def test_every_kind_of_callable_can_be_called_each_way(run_workers: RunWorkers) -> None:
-    for kind, values in first_of(run_workers, call_each_way).items():
-        expected = CALLEES[kind][2]
-        for value in values:
-            assert type(value) is type(expected), kind
-            equal = torch.equal(value, expected) if isinstance(value, torch.Tensor) else value == expected
-            assert equal, kind
+@pytest.mark.parametrize("kind", CALLEES)
+@in_standing_group()
+def test_every_kind_of_callable_can_be_called_each_way(kind: str) -> None:
+    callee, args, expected = CALLEES[kind]
+    for value in (
+        rpc.rpc_sync("worker1", callee, args=args),
+        rpc.rpc_async("worker1", callee, args=args).wait(),
+        rpc.remote("worker1", callee, args=args).to_here(),
+        rpc.rpc_sync("worker0", callee, args=args),
+    ):
+        assert type(value) is type(expected)
+        assert torch.equal(value, expected) if isinstance(value, torch.Tensor) else value == expected
 
 
 @in_standing_group()

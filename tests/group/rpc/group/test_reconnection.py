@@ -16,6 +16,7 @@ from rpc.errors import MessageLostError
 from rpc.runtime.current import current_agent
 from tests.support import backend
 from tests.support.cutting import cut, cutting, reset, until_cut
+from tests.support.serving import in_processes
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
@@ -149,7 +150,8 @@ def test_a_large_message_arrives_whole_or_its_call_says_what_became_of_it(
     workers.results()
 
 
-def exchange_bulk_while_cut(worker: Worker) -> None:
+@in_processes(2)
+def test_bulk_messages_are_sent_again_from_where_they_lie(worker: Worker) -> None:
     """What collectives between hosts are made of."""
     with worker.group(rpc_timeout=0, transports=[backend.BETWEEN_HOSTS], shared_memory_bytes=0):
         agent = current_agent()
@@ -163,7 +165,3 @@ def exchange_bulk_while_cut(worker: Worker) -> None:
             posted.wait(timeout=60)
             sent.wait(timeout=60)
             assert theirs.equal(mine)
-
-
-def test_bulk_messages_are_sent_again_from_where_they_lie(run_workers: RunWorkers) -> None:
-    run_workers(exchange_bulk_while_cut, 2)

@@ -310,7 +310,11 @@ def mute_server() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def find_nobody(worker: Worker, place: Callable[[], contextlib.AbstractContextManager[int]]) -> None:
+@pytest.mark.parametrize("place", [closed_port, black_hole, mute_server])
+@in_processes(1)
+def test_an_unreachable_rendezvous_gives_up_in_time_and_says_where(
+    worker: Worker, place: Callable[[], contextlib.AbstractContextManager[int]]
+) -> None:
     with place() as port:
         init_method = f"tcp://127.0.0.1:{port}"
         began = time.monotonic()
@@ -323,13 +327,6 @@ def find_nobody(worker: Worker, place: Callable[[], contextlib.AbstractContextMa
         assert "rank 0" in str(caught.value).lower()
     worker.world_size = 1
     then_it_works(worker)
-
-
-@pytest.mark.parametrize("place", [closed_port, black_hole, mute_server])
-def test_an_unreachable_rendezvous_gives_up_in_time_and_says_where(
-    run_workers: RunWorkers, place: Callable[[], contextlib.AbstractContextManager[int]]
-) -> None:
-    run_workers(find_nobody, 1, args=(place,))
 
 
 def take_port(worker: Worker) -> str:

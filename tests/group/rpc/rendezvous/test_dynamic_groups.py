@@ -88,17 +88,6 @@ def test_who_leaves_waits_for_its_own_work_only(run_workers: RunWorkers) -> None
 # ---- dying and coming back
 
 
-def test_a_killed_worker_is_gone_and_others_can_still_join(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 3)
-    workers[1].kill()
-    for rank in (0, 2):
-        assert ask(workers[rank], fail_to_call, "worker1")
-    joined = add(workers)
-    assert ask(joined, present) == [("worker0", 0), ("worker2", 2), ("worker3", 3)]
-    assert ask(workers[2], call_all) == ["worker0", "worker2", "worker3"]
-    dismiss(workers)
-
-
 def call_store_of_first(worker: Worker, port: int) -> None:
     follow_orders(worker, dynamic=True, init_method=f"tcp://127.0.0.1:{port}")
 
@@ -265,26 +254,4 @@ def test_a_killed_worker_comes_back_under_its_name(run_workers: RunWorkers) -> N
     assert ask(back, present) == [("worker0", 0), ("worker1", 1)]
     assert ask(workers[0], use_old_and_new) == "object"
     assert ask(back, call_all) == ["worker0", "worker1"]
-    dismiss(workers)
-
-
-# ---- references
-
-
-def receive(rref: rpc.RRef[Tracked]) -> str:
-    kept.append(rref)
-    return str(rref.rpc_sync().say_name())
-
-
-def make_and_pass_on() -> str:
-    rref = rpc.remote("worker1", Tracked, args=("shared",))
-    return str(rpc.rpc_sync("worker2", receive, args=(rref,)))
-
-
-def test_objects_are_freed_when_their_holders_leave(run_workers: RunWorkers) -> None:
-    workers = start(run_workers, 2)
-    add(workers)
-    assert ask(workers[0], make_and_pass_on) == "shared"
-    let_leave(workers[2])
-    assert workers[1].wait_for("freed") == "shared"
     dismiss(workers)

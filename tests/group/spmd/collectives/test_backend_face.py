@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.default_device import not_on_devices
 from tests.support.process_groups import process_group
+from tests.support.serving import in_processes
 from tests.support.workers import RunWorkers, Worker
 
 CPU = torch.device("cpu")
@@ -52,15 +53,12 @@ def test_it_answers_as_gloo_does(run_workers: RunWorkers) -> None:
     assert found["farcall"] == found["gloo"]
 
 
-def name_itself(worker: Worker) -> None:
+@not_on_devices("a group has a backend for each type of device")
+@in_processes(1)
+def test_it_has_the_name_of_its_group(worker: Worker) -> None:
     with process_group(worker) as group:
         assert group._get_backend(CPU).name() == "farcall"
         assert dist.get_backend(group) == "farcall"
-
-
-@not_on_devices("a group has a backend for each type of device")
-def test_it_has_the_name_of_its_group(run_workers: RunWorkers) -> None:
-    run_workers(name_itself, 1)
 
 
 # ---- groups beside it

@@ -23,7 +23,7 @@ from tests.group.spmd.meshes import in_mesh
 from tests.support.default_device import MODE, TYPE
 from tests.support.process_groups import process_group
 from tests.support.serving import in_processes, in_worker0
-from tests.support.workers import RunWorkers, Worker
+from tests.support.workers import Worker
 
 THREE: Final = torch.ones(3)
 NOWHERE: Final = torch.empty(3, device="meta")
@@ -319,11 +319,8 @@ def other_places(mesh: DeviceMesh) -> None:
         spmd.explain(wrong)
 
 
-def all_of_them(mesh: DeviceMesh) -> None:
+@in_mesh(2)
+def test_parallel_modules_say_what_they_cannot_take(mesh: DeviceMesh) -> None:
     no_such_dimensions(mesh)
     no_such_source(mesh)
     other_places(mesh)
-
-
-def test_parallel_modules_say_what_they_cannot_take(run_workers: RunWorkers) -> None:
-    run_workers(in_mesh(all_of_them), 2)

@@ -19,6 +19,7 @@ from rpc.bulk.streams import _Streams
 from spmd.collectives.errors import CollectiveError
 from tests.support import backend
 from tests.support.process_groups import process_group
+from tests.support.serving import in_processes
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
@@ -119,7 +120,8 @@ def strike_in_the_middle(strike: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def do_all_while_streams_end(worker: Worker) -> None:
+@in_processes(2)
+def test_every_collective_is_right_when_a_stream_ends_in_the_middle(worker: Worker) -> None:
     with process_group(worker, options=options()):
         tensor = torch.empty(COUNT)
         for operation in OPERATIONS:
@@ -131,10 +133,6 @@ def do_all_while_streams_end(worker: Worker) -> None:
             if thread is not None:
                 thread.join()
             operation(worker.rank, tensor)
-
-
-def test_every_collective_is_right_when_a_stream_ends_in_the_middle(run_workers: RunWorkers) -> None:
-    run_workers(do_all_while_streams_end, 2)
 
 
 def begin_and_report(worker: Worker, operation: Operation, seconds: float, speed: int) -> str:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from spmd.tensor_parallel import PrepareModuleInput, PrepareModuleOutput, parallelize_module
 from tests.group.spmd.meshes import backward, gradient_of, in_mesh
-from tests.support.workers import RunWorkers
 
 PLACEMENTS: Final = (Replicate(), Shard(0), Shard(1), Partial())
 PAIRS: Final = list(itertools.product(PLACEMENTS, repeat=2))
@@ -78,18 +77,20 @@ def redistribute(mesh: DeviceMesh, shape: Sequence[int]) -> None:
         assert_is(leaf.grad, gradient, what)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:1], ids=str)
-def test_redistribution(run_workers: RunWorkers, shape: Sequence[int]) -> None:
-    run_workers(in_mesh(redistribute, 2, 2), 4, args=(shape,))
+@in_mesh(4, 2, 2)
+def test_redistribution(mesh: DeviceMesh) -> None:
+    redistribute(mesh, SHAPES[0])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_redistribution_where_dimensions_differ(run_workers: RunWorkers, shape: Sequence[int]) -> None:
-    run_workers(in_mesh(redistribute, 2, 3), 6, args=(shape,))
+@in_mesh(6, 2, 3)
+def test_redistribution_where_dimensions_differ(mesh: DeviceMesh, shape: Sequence[int]) -> None:
+    redistribute(mesh, shape)
 
 
-def lay_out_anew(mesh: DeviceMesh) -> None:
+@in_mesh(4, 2, 2, names=("dp", "tp"))
+def test_styles_lay_out_anew_along_each_dimension(mesh: DeviceMesh) -> None:
     x, gradient = numbers((6, 12)), numbers((6, 12), 2)
     for name, (source, target) in itertools.product(("dp", "tp"), PAIRS):
         if isinstance(target, Partial):
@@ -107,7 +108,3 @@ def lay_out_anew(mesh: DeviceMesh) -> None:
             assert torch.equal(moved, part_of(x, line, [target])), what
             backward(moved, part_of(gradient, line, [target]))
             assert torch.equal(gradient_of(leaf), part_of(gradient, line, back([source]))), what
-
-
-def test_styles_lay_out_anew_along_each_dimension(run_workers: RunWorkers) -> None:
-    run_workers(in_mesh(lay_out_anew, 2, 2, names=("dp", "tp")), 4)

@@ -30,7 +30,7 @@ from spmd.engine.errors import (
 )
 from spmd.engine.program.program import Layout, MeshKey
 from spmd.engine.worker import worker_process
-from tests.support.serving import in_standing_group
+from tests.support.serving import in_processes, in_standing_group
 from tests.support.workers import RunWorkers, Worker
 
 ROWS = Layout(MeshKey((0, 1), (2,)), (Shard(0),))
@@ -283,17 +283,14 @@ def test_what_is_replicated_is_reported_and_strictly_an_error() -> None:
 # ---- beginning
 
 
-def begin_too_late(worker: Worker) -> None:
+@in_processes(2)
+def test_the_mode_begins_before_the_first_backward(worker: Worker) -> None:
     with worker.group():
         if worker.rank == 0:
             torch.autograd.backward(torch.ones(2, requires_grad=True).sum())
             with pytest.raises(SpmdError, match="before the first backward"):
                 spmd.use_spmd()
             assert not spmd.is_spmd()
-
-
-def test_the_mode_begins_before_the_first_backward(run_workers: RunWorkers) -> None:
-    run_workers(begin_too_late, 2)
 
 
 _asked = threading.Event()

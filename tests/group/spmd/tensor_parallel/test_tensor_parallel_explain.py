@@ -13,7 +13,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import spmd
 from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.group.spmd.meshes import in_mesh
-from tests.support.workers import RunWorkers
 
 
 def lines(shown: object) -> list[list[str]]:
@@ -25,16 +24,13 @@ def lines(shown: object) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_parameters_and_collectives(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> tuple[list[list[str]], list[list[str]]]:
-        model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6))
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        before = lines(spmd.explain(model))
-        after = lines(spmd.explain(model, torch.ones(4, 6, requires_grad=True)))
-        assert all(parameter.grad is None for parameter in model.parameters())
-        return before, after
-
-    ((before, after), _) = run_workers(in_mesh(task), 2)
+@in_mesh(2)
+def test_parameters_and_collectives(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    before = lines(spmd.explain(model))
+    after = lines(spmd.explain(model, torch.ones(4, 6, requires_grad=True)))
+    assert all(parameter.grad is None for parameter in model.parameters())
     for said in (before, after):
         assert ["0.weight", *["10", "x", "6"], "Shard(dim=0)", *["5", "x", "6"], "120", "B"] in said
         assert ["2.weight", *["6", "x", "10"], "Shard(dim=1)", *["6", "x", "5"], "120", "B"] in said
@@ -45,12 +41,9 @@ def test_parameters_and_collectives(run_workers: RunWorkers) -> None:
     assert not any("all_reduce" in line for line in before)
 
 
-def test_collectives_of_dtensors(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> list[list[str]]:
-        layer = parallelize_module(nn.Linear(6, 6), mesh, ColwiseParallel())
-        sharded = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
-        return lines(spmd.explain(layer, sharded))
-
-    assert ["(DTensors)", "forward", "all_gather_into_tensor", "1", "96", "B"] in run_workers(
-        in_mesh(task), 2
-    )[0]
+@in_mesh(2)
+def test_collectives_of_dtensors(mesh: DeviceMesh) -> None:
+    layer = parallelize_module(nn.Linear(6, 6), mesh, ColwiseParallel())
+    sharded = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+    said = lines(spmd.explain(layer, sharded))
+    assert ["(DTensors)", "forward", "all_gather_into_tensor", "1", "96", "B"] in said

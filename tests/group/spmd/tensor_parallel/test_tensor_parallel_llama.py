@@ -29,7 +29,6 @@ from spmd.tensor_parallel.traffic import recorded
 from tests.group.spmd.llama import Llama, Shape
 from tests.group.spmd.meshes import assert_same_gradients, backward, gradient_of, in_mesh, whole
 from tests.support.default_device import DEVICE, allow_reads_of_freed
-from tests.support.workers import RunWorkers
 
 Plan = dict[str, ParallelStyle]
 
@@ -126,45 +125,39 @@ def model_of(shape: Shape) -> Llama:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_losses_with_dropout_are_those_of_one_process(run_workers: RunWorkers, plan: str) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        model = model_of(DROPPING)
-        expected = train(copy.deepcopy(model), PLANS[plan])
-        parallelize_module(model, mesh, PLANS[plan], strict=True)
-        assert model.head.weight is model.embedding.weight
-        assert train(model, PLANS[plan]) == pytest.approx(expected, rel=1e-4)
-
-    run_workers(in_mesh(task), 2)
+@in_mesh(2)
+def test_losses_with_dropout_are_those_of_one_process(mesh: DeviceMesh, plan: str) -> None:
+    model = model_of(DROPPING)
+    expected = train(copy.deepcopy(model), PLANS[plan])
+    parallelize_module(model, mesh, PLANS[plan], strict=True)
+    assert model.head.weight is model.embedding.weight
+    assert train(model, PLANS[plan]) == pytest.approx(expected, rel=1e-4)
 
 
-def test_gradients_of_one_step_on_a_mesh_of_four_with_a_key_value_head_each(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        alone = model_of(Shape(kv_heads=4))
-        model = copy.deepcopy(alone)
-        parallelize_module(model, mesh, LOSS)
-        (batch,) = batches(1)
-        for each in (alone, model):
-            backward(loss_of(each, batch))
-        assert_same_gradients(model, alone)
-
-    run_workers(in_mesh(task), 4)
+@in_mesh(4)
+def test_gradients_of_one_step_on_a_mesh_of_four_with_a_key_value_head_each(mesh: DeviceMesh) -> None:
+    alone = model_of(Shape(kv_heads=4))
+    model = copy.deepcopy(alone)
+    parallelize_module(model, mesh, LOSS)
+    (batch,) = batches(1)
+    for each in (alone, model):
+        backward(loss_of(each, batch))
+    assert_same_gradients(model, alone)
 
 
-def test_a_step_communicates_no_more_than_it_must(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        model = model_of(Shape())
-        parallelize_module(model, mesh, LOSS)
-        with recorded() as transfers:
-            model(batches(1)[0])
-        assert [(each.module, each.kind) for each in transfers] == [
-            ("embedding", "all_reduce"),
-            ("layers.0.attention.wo", "all_reduce"),
-            ("layers.0.feed_forward.w2", "all_reduce"),
-            ("layers.1.attention.wo", "all_reduce"),
-            ("layers.1.feed_forward.w2", "all_reduce"),
-        ]
-
-    run_workers(in_mesh(task), 2)
+@in_mesh(2)
+def test_a_step_communicates_no_more_than_it_must(mesh: DeviceMesh) -> None:
+    model = model_of(Shape())
+    parallelize_module(model, mesh, LOSS)
+    with recorded() as transfers:
+        model(batches(1)[0])
+    assert [(each.module, each.kind) for each in transfers] == [
+        ("embedding", "all_reduce"),
+        ("layers.0.attention.wo", "all_reduce"),
+        ("layers.0.feed_forward.w2", "all_reduce"),
+        ("layers.1.attention.wo", "all_reduce"),
+        ("layers.1.feed_forward.w2", "all_reduce"),
+    ]
 
 
 def rows_of(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
@@ -178,130 +171,114 @@ def averaged_losses(losses: list[float], mesh: DeviceMesh) -> list[float]:
 
 
 @pytest.mark.parametrize("plan", ["sequence on plain tensors"])
-def test_with_data_parallelism(run_workers: RunWorkers, plan: str) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        model = model_of(Shape())
-        expected = train(copy.deepcopy(model), PLANS[plan])
-        parallelize_module(model, mesh["tp"], PLANS[plan])
+@in_mesh(4, 2, 2, names=("dp", "tp"))
+def test_with_data_parallelism(mesh: DeviceMesh, plan: str) -> None:
+    model = model_of(Shape())
+    expected = train(copy.deepcopy(model), PLANS[plan])
+    parallelize_module(model, mesh["tp"], PLANS[plan])
 
-        def average() -> None:
-            for parameter in model.parameters():
-                gradient = parameter.grad
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                assert local is not None
-                dist.all_reduce(local, group=mesh["dp"].get_group())
-                local.div_(mesh["dp"].size())
+    def average() -> None:
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            assert local is not None
+            dist.all_reduce(local, group=mesh["dp"].get_group())
+            local.div_(mesh["dp"].size())
 
-        losses = train(model, PLANS[plan], rows_of(mesh), average)
-        assert averaged_losses(losses, mesh) == pytest.approx(expected, rel=1e-4)
-
-    run_workers(in_mesh(task, 2, 2, names=("dp", "tp")), 4)
+    losses = train(model, PLANS[plan], rows_of(mesh), average)
+    assert averaged_losses(losses, mesh) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("plan", ["tensor", "sequence on DTensors"])
-def test_with_fsdp(run_workers: RunWorkers, plan: str) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        allow_reads_of_freed()
-        model = model_of(Shape())
-        expected = train(copy.deepcopy(model), PLANS[plan])
-        parallelize_module(model, mesh["tp"], PLANS[plan])
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
-        losses = train(model, PLANS[plan], rows_of(mesh))
-        assert averaged_losses(losses, mesh) == pytest.approx(expected, rel=1e-4)
-
-    run_workers(in_mesh(task, 2, 2, names=("dp", "tp")), 4)
+@in_mesh(4, 2, 2, names=("dp", "tp"))
+def test_with_fsdp(mesh: DeviceMesh, plan: str) -> None:
+    allow_reads_of_freed()
+    model = model_of(Shape())
+    expected = train(copy.deepcopy(model), PLANS[plan])
+    parallelize_module(model, mesh["tp"], PLANS[plan])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    losses = train(model, PLANS[plan], rows_of(mesh))
+    assert averaged_losses(losses, mesh) == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_layer_that_is_called_past_fsdp_says_so(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        model = model_of(Shape())
-        parallelize_module(model, mesh["tp"], TENSOR)
-        fully_shard(model, mesh=mesh["dp"])
-        layer = model.get_submodule("layers.0.feed_forward.w1")
-        with pytest.raises(
-            ValueError, match=r"module 'layers\.0\.feed_forward\.w1' .* expected weight on the mesh"
-        ):
-            layer(torch.ones(2, 16))
-
-    run_workers(in_mesh(task, 1, 2, names=("dp", "tp")), 2)
+@in_mesh(2, 1, 2, names=("dp", "tp"))
+def test_a_layer_that_is_called_past_fsdp_says_so(mesh: DeviceMesh) -> None:
+    model = model_of(Shape())
+    parallelize_module(model, mesh["tp"], TENSOR)
+    fully_shard(model, mesh=mesh["dp"])
+    layer = model.get_submodule("layers.0.feed_forward.w1")
+    with pytest.raises(
+        ValueError, match=r"module 'layers\.0\.feed_forward\.w1' .* expected weight on the mesh"
+    ):
+        layer(torch.ones(2, 16))
 
 
-def test_with_fsdp_in_mixed_precision(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        allow_reads_of_freed()
-        model = model_of(Shape())
-        expected = train(copy.deepcopy(model), TENSOR)
-        parallelize_module(model, mesh["tp"], TENSOR)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
-        fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
-        losses = train(model, TENSOR, rows_of(mesh))
-        assert averaged_losses(losses, mesh) == pytest.approx(expected, rel=0.1)
-
-    run_workers(in_mesh(task, 2, 2, names=("dp", "tp")), 4)
+@in_mesh(4, 2, 2, names=("dp", "tp"))
+def test_with_fsdp_in_mixed_precision(mesh: DeviceMesh) -> None:
+    allow_reads_of_freed()
+    model = model_of(Shape())
+    expected = train(copy.deepcopy(model), TENSOR)
+    parallelize_module(model, mesh["tp"], TENSOR)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    losses = train(model, TENSOR, rows_of(mesh))
+    assert averaged_losses(losses, mesh) == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["tensor", "with fsdp"])
-def test_initialization_on_the_meta_device_is_that_of_one_process(
-    run_workers: RunWorkers, sharded: bool
-) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        expected = model_of(Shape())
-        with torch.device("meta"):
-            model = Llama(Shape())
-        parallelize_module(model, mesh["tp"], TENSOR)
-        if sharded:
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh["dp"])
-            fully_shard(model, mesh=mesh["dp"])
-        model.to_empty(device=DEVICE)
-        torch.manual_seed(1)
-        Llama(Shape())  # draws as model_of does before it initializes
-        model.init_weights()
-        for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(whole(ours), theirs, rtol=0, atol=0, msg=name)
-
-    run_workers(in_mesh(task, 2, 2, names=("dp", "tp")), 4)
+@in_mesh(4, 2, 2, names=("dp", "tp"))
+def test_initialization_on_the_meta_device_is_that_of_one_process(mesh: DeviceMesh, sharded: bool) -> None:
+    expected = model_of(Shape())
+    with torch.device("meta"):
+        model = Llama(Shape())
+    parallelize_module(model, mesh["tp"], TENSOR)
+    if sharded:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    model.to_empty(device=DEVICE)
+    torch.manual_seed(1)
+    Llama(Shape())  # draws as model_of does before it initializes
+    model.init_weights()
+    for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours), theirs, rtol=0, atol=0, msg=name)
 
 
-def test_generation_with_a_cache(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        model = model_of(Shape()).eval()
-        prompt = batches(1)[0][:, :4]
-        expected = model.generate(prompt, 8)
-        parallelize_module(model, mesh, TENSOR)
+@in_mesh(2)
+def test_generation_with_a_cache(mesh: DeviceMesh) -> None:
+    model = model_of(Shape()).eval()
+    prompt = batches(1)[0][:, :4]
+    expected = model.generate(prompt, 8)
+    parallelize_module(model, mesh, TENSOR)
+    assert torch.equal(model.generate(prompt, 8), expected)
+    with torch.inference_mode():
         assert torch.equal(model.generate(prompt, 8), expected)
-        with torch.inference_mode():
-            assert torch.equal(model.generate(prompt, 8), expected)
-
-    run_workers(in_mesh(task), 2)
 
 
-def test_activation_checkpointing_draws_the_same_masks_again(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        def gradients(model: Llama, *, recompute: bool) -> None:
-            for layer in model.layers:
-                own: Any = type(layer).forward.__get__(layer)
-                layer.forward = (
-                    (lambda *args, own=own: checkpoint(own, *args, use_reentrant=False)) if recompute else own
-                )
-            torch.manual_seed(5)
-            backward(loss_of(model, batches(1)[0]))
+@in_mesh(2)
+def test_activation_checkpointing_draws_the_same_masks_again(mesh: DeviceMesh) -> None:
+    def gradients(model: Llama, *, recompute: bool) -> None:
+        for layer in model.layers:
+            own: Any = type(layer).forward.__get__(layer)
+            layer.forward = (
+                (lambda *args, own=own: checkpoint(own, *args, use_reentrant=False)) if recompute else own
+            )
+        torch.manual_seed(5)
+        backward(loss_of(model, batches(1)[0]))
 
-        for independent in (False, True):
-            plan = LOCAL_SEQUENCE | {
-                "layers.*.dropout": SequenceParallel(use_local_output=True, independent_dropout=independent)
-            }
-            models = [parallelize_module(model_of(DROPPING), mesh, plan) for _ in range(2)]
-            for model, recompute in zip(models, (False, True), strict=True):
-                assert isinstance(model, Llama)
-                gradients(model, recompute=recompute)
-            for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-                assert one.grad is not None
-                assert other.grad is not None
-                torch.testing.assert_close(gradient_of(one), gradient_of(other))
-
-    run_workers(in_mesh(task), 2)
+    for independent in (False, True):
+        plan = LOCAL_SEQUENCE | {
+            "layers.*.dropout": SequenceParallel(use_local_output=True, independent_dropout=independent)
+        }
+        models = [parallelize_module(model_of(DROPPING), mesh, plan) for _ in range(2)]
+        for model, recompute in zip(models, (False, True), strict=True):
+            assert isinstance(model, Llama)
+            gradients(model, recompute=recompute)
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            torch.testing.assert_close(gradient_of(one), gradient_of(other))

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from spmd.tensor_parallel import loss_parallel
 from tests.group.spmd.meshes import backward, gradient_of, in_mesh, whole
-from tests.support.workers import RunWorkers
 
 
 def compare(
@@ -42,7 +41,8 @@ def compare(
     torch.testing.assert_close(sharded.grad.full_tensor(), alone.grad)
 
 
-def every_kind_of_target(mesh: DeviceMesh) -> None:
+@in_mesh(2)
+def test_every_kind_of_target_and_reduction(mesh: DeviceMesh) -> None:
     for shape in ((6, 9), (2, 10, 5), (9,)):
         classes = shape[1] if len(shape) > 1 else shape[0]
         dim = 1 if len(shape) > 1 else 0
@@ -67,114 +67,96 @@ def every_kind_of_target(mesh: DeviceMesh) -> None:
                         )
 
 
-def test_every_kind_of_target_and_reduction(run_workers: RunWorkers) -> None:
-    run_workers(in_mesh(every_kind_of_target), 2)
+@in_mesh(4)
+def test_fewer_classes_than_ranks(mesh: DeviceMesh) -> None:
+    compare(mesh, torch.randn(5, 3), torch.randint(3, (5,)), (Shard(1),), label_smoothing=0.1)
 
 
-def test_fewer_classes_than_ranks(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        compare(mesh, torch.randn(5, 3), torch.randint(3, (5,)), (Shard(1),), label_smoothing=0.1)
-
-    run_workers(in_mesh(task), 4)
-
-
-def test_samples_sharded_by_another_dimension_of_the_mesh(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        for reduction in ("none", "sum", "mean"):
-            logits, target = torch.randn(5, 6), torch.tensor([1, -100, 3, 5, 0])
-            rows = (Shard(0), Replicate())
-            compare(mesh, logits, target, (Shard(0), Shard(1)), rows, reduction=reduction)
-            compare(mesh, logits, target, (Replicate(), Shard(1)), reduction=reduction)
-            weight = torch.rand(6)
-            compare(mesh, logits, target, (Shard(0), Shard(1)), rows, reduction=reduction, weight=weight)
-            sequences, words = torch.randn(2, 6, 4), torch.randint(6, (2, 4))
-            layout = (Shard(2), Shard(1))
-            compare(mesh, sequences, words, layout, (Shard(1), Replicate()), reduction=reduction)
-
-    run_workers(in_mesh(task, 2, 2, names=("dp", "tp")), 4)
+@in_mesh(4, 2, 2, names=("dp", "tp"))
+def test_samples_sharded_by_another_dimension_of_the_mesh(mesh: DeviceMesh) -> None:
+    for reduction in ("none", "sum", "mean"):
+        logits, target = torch.randn(5, 6), torch.tensor([1, -100, 3, 5, 0])
+        rows = (Shard(0), Replicate())
+        compare(mesh, logits, target, (Shard(0), Shard(1)), rows, reduction=reduction)
+        compare(mesh, logits, target, (Replicate(), Shard(1)), reduction=reduction)
+        weight = torch.rand(6)
+        compare(mesh, logits, target, (Shard(0), Shard(1)), rows, reduction=reduction, weight=weight)
+        sequences, words = torch.randn(2, 6, 4), torch.randint(6, (2, 4))
+        layout = (Shard(2), Shard(1))
+        compare(mesh, sequences, words, layout, (Shard(1), Replicate()), reduction=reduction)
 
 
-def test_mean_over_a_mesh_is_replicated_and_scalar_backward_works(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        logits = distribute_tensor(torch.randn(4, 6), mesh, (Shard(0), Shard(1))).requires_grad_()
-        target = distribute_tensor(torch.tensor([0, 1, 2, 3]), mesh, (Shard(0), Replicate()))
-        alone = whole(logits).detach().requires_grad_()
-        expected = functional.cross_entropy(alone, whole(target))
-        backward(expected)
+@in_mesh(4, 2, 2, names=("dp", "tp"))
+def test_mean_over_a_mesh_is_replicated_and_scalar_backward_works(mesh: DeviceMesh) -> None:
+    logits = distribute_tensor(torch.randn(4, 6), mesh, (Shard(0), Shard(1))).requires_grad_()
+    target = distribute_tensor(torch.tensor([0, 1, 2, 3]), mesh, (Shard(0), Replicate()))
+    alone = whole(logits).detach().requires_grad_()
+    expected = functional.cross_entropy(alone, whole(target))
+    backward(expected)
+    with loss_parallel():
+        loss = functional.cross_entropy(logits, target)
+        backward(loss)
+    assert loss.item() == pytest.approx(expected.item())
+    torch.testing.assert_close(gradient_of(logits), alone.grad)
+    logits.grad = None
+    with loss_parallel():
+        backward(functional.cross_entropy(logits, target, reduction="sum"))
+    torch.testing.assert_close(gradient_of(logits), 4 * gradient_of(alone))
+
+
+@in_mesh(2)
+def test_half_precision_is_computed_in_single(mesh: DeviceMesh) -> None:
+    logits = torch.randn(4, 8).bfloat16()
+    target = torch.randint(8, (4,))
+    with loss_parallel():
+        loss = functional.cross_entropy(distribute_tensor(logits, mesh, [Shard(1)]), target)
+    expected = functional.cross_entropy(logits.float(), target).bfloat16()
+    assert whole(loss) == expected
+
+
+@in_mesh(2)
+def test_everything_else_is_left_alone(mesh: DeviceMesh) -> None:
+    handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
+    values = torch.randn(4, 6)
+    sharded = distribute_tensor(values, mesh, [Shard(1)]).requires_grad_()
+    alone = values.clone().requires_grad_()
+    with pytest.raises(ZeroDivisionError), loss_parallel():
+        raise ZeroDivisionError
+    with loss_parallel():
         with loss_parallel():
-            loss = functional.cross_entropy(logits, target)
-            backward(loss)
-        assert loss.item() == pytest.approx(expected.item())
-        torch.testing.assert_close(gradient_of(logits), alone.grad)
-        logits.grad = None
-        with loss_parallel():
-            backward(functional.cross_entropy(logits, target, reduction="sum"))
-        torch.testing.assert_close(gradient_of(logits), 4 * gradient_of(alone))
-
-    run_workers(in_mesh(task, 2, 2, names=("dp", "tp")), 4)
-
-
-def test_half_precision_is_computed_in_single(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        logits = torch.randn(4, 8).bfloat16()
-        target = torch.randint(8, (4,))
-        with loss_parallel():
-            loss = functional.cross_entropy(distribute_tensor(logits, mesh, [Shard(1)]), target)
-        expected = functional.cross_entropy(logits.float(), target).bfloat16()
-        assert whole(loss) == expected
-
-    run_workers(in_mesh(task), 2)
+            nn.CrossEntropyLoss()(values, torch.tensor([0, 1, 2, 3]))
+        for dim in (0, 1):
+            result = functional.log_softmax(sharded, dim)
+            expected = functional.log_softmax(alone, dim)
+            torch.testing.assert_close(whole(result), expected)
+            backward((whole(result) * values).sum())
+            backward((expected * values).sum())
+            assert sharded.grad is not None
+            torch.testing.assert_close(gradient_of(sharded), alone.grad)
+        functional.cross_entropy(sharded, torch.tensor([0, 1, 2, 3]))
+    assert DTensor._op_dispatcher._custom_op_handlers == handlers
 
 
-def test_everything_else_is_left_alone(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
-        values = torch.randn(4, 6)
-        sharded = distribute_tensor(values, mesh, [Shard(1)]).requires_grad_()
-        alone = values.clone().requires_grad_()
-        with pytest.raises(ZeroDivisionError), loss_parallel():
-            raise ZeroDivisionError
-        with loss_parallel():
-            with loss_parallel():
-                nn.CrossEntropyLoss()(values, torch.tensor([0, 1, 2, 3]))
-            for dim in (0, 1):
-                result = functional.log_softmax(sharded, dim)
-                expected = functional.log_softmax(alone, dim)
-                torch.testing.assert_close(whole(result), expected)
-                backward((whole(result) * values).sum())
-                backward((expected * values).sum())
-                assert sharded.grad is not None
-                torch.testing.assert_close(gradient_of(sharded), alone.grad)
-            functional.cross_entropy(sharded, torch.tensor([0, 1, 2, 3]))
-        assert DTensor._op_dispatcher._custom_op_handlers == handlers
-
-    run_workers(in_mesh(task), 2)
+@in_mesh(2)
+def test_wrong_layouts_are_refused(mesh: DeviceMesh) -> None:
+    logits, target = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
+    rows = distribute_tensor(logits, mesh, [Shard(0)])
+    with (
+        loss_parallel(),
+        pytest.raises(ValueError, match="exactly one mesh dim to shard tensor dimension 1"),
+    ):
+        functional.cross_entropy(rows, target)
+    classes = distribute_tensor(logits, mesh, [Shard(1)])
+    with loss_parallel(), pytest.raises(RuntimeError, match=r"Expected \(Replicate\(\),\) but got"):
+        functional.cross_entropy(classes, distribute_tensor(target, mesh, [Shard(0)]))
+    with loss_parallel(), pytest.raises(IndexError, match="from 0 to 5, got 0 to 6"):
+        functional.cross_entropy(classes, torch.tensor([0, 1, 2, 6]))
+    with loss_parallel(), pytest.raises(ValueError, match=r"shape \[4\].*got .* with shape \[3\]"):
+        functional.cross_entropy(classes, target[:3])
 
 
-def test_wrong_layouts_are_refused(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        logits, target = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
-        rows = distribute_tensor(logits, mesh, [Shard(0)])
-        with (
-            loss_parallel(),
-            pytest.raises(ValueError, match="exactly one mesh dim to shard tensor dimension 1"),
-        ):
-            functional.cross_entropy(rows, target)
-        classes = distribute_tensor(logits, mesh, [Shard(1)])
-        with loss_parallel(), pytest.raises(RuntimeError, match=r"Expected \(Replicate\(\),\) but got"):
-            functional.cross_entropy(classes, distribute_tensor(target, mesh, [Shard(0)]))
-        with loss_parallel(), pytest.raises(IndexError, match="from 0 to 5, got 0 to 6"):
-            functional.cross_entropy(classes, torch.tensor([0, 1, 2, 6]))
-        with loss_parallel(), pytest.raises(ValueError, match=r"shape \[4\].*got .* with shape \[3\]"):
-            functional.cross_entropy(classes, target[:3])
-
-    run_workers(in_mesh(task), 2)
-
-
-def test_a_plain_target_is_refused_where_samples_are_sharded(run_workers: RunWorkers) -> None:
-    def task(mesh: DeviceMesh) -> None:
-        logits = distribute_tensor(torch.randn(4, 6), mesh, (Shard(0), Shard(1)))
-        with loss_parallel(), pytest.raises(ValueError, match="requires a DTensor"):
-            functional.cross_entropy(logits, torch.tensor([0, 1, 2, 3]))
-
-    run_workers(in_mesh(task, 2, 1, names=("dp", "tp")), 2)
+@in_mesh(2, 2, 1, names=("dp", "tp"))
+def test_a_plain_target_is_refused_where_samples_are_sharded(mesh: DeviceMesh) -> None:
+    logits = distribute_tensor(torch.randn(4, 6), mesh, (Shard(0), Shard(1)))
+    with loss_parallel(), pytest.raises(ValueError, match="requires a DTensor"):
+        functional.cross_entropy(logits, torch.tensor([0, 1, 2, 3]))

@@ -8,9 +8,9 @@ import pytest
 
 from rpc.errors import ProtocolError
 from rpc.group.admission import judge
-from rpc.group.authentication import Seal, TokenAuthenticator
-from rpc.group.handshake import Handshake, HandshakeMessage, Hello, Refusal, Role, Stream, Welcomed
+from rpc.group.handshake import Handshake, HandshakeMessage, Hello, Refusal, Stream, Welcomed
 from rpc.group.membership import Membership
+from rpc.transport.authentication import Role, Seal, TokenAuthenticator
 from rpc.wire.frames import Kind
 from tests.support.members import member
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 
 from rpc.group import connections, greeting
-from rpc.group.authentication import TokenAuthenticator
 from rpc.group.workers import Member
+from rpc.transport.authentication import TokenAuthenticator
 from rpc.wire.frames import MAGIC, PREAMBLE, PROTOCOL_VERSION, Kind
 from tests.support.members import member
 from tests.support.nodes import MakeNode, Node, pair, refusals

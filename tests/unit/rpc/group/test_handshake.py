@@ -11,21 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
-from rpc.group.authentication import TokenAuthenticator
 from rpc.group.handshake import (
     TRANSITIONS,
-    Authenticator,
     Handshake,
     HandshakeMessage,
     HandshakeState,
     Hello,
     Refusal,
-    Role,
     Welcomed,
     legible,
     parse_refusal,
 )
 from rpc.group.workers import Member
+from rpc.transport.authentication import Role, TokenAuthenticator
 from rpc.wire.frames import Kind
 from tests.support.effort import PROFILE
 from tests.support.members import member
@@ -34,7 +32,9 @@ ME, OTHER = member("me", 0, 500), member("other", 1, 400)
 HELLO = Hello(OTHER, ME.incarnation, "job/1")
 
 
-def sides(dialler: Authenticator | None, acceptor: Authenticator | None) -> tuple[Handshake, Handshake]:
+def sides(
+    dialler: TokenAuthenticator | None, acceptor: TokenAuthenticator | None
+) -> tuple[Handshake, Handshake]:
     return Handshake(Role.DIALLER, dialler), Handshake(Role.ACCEPTOR, acceptor)
 
 
@@ -132,7 +132,7 @@ def test_a_dialler_with_another_token_is_refused_before_it_is_told_anything() ->
     ids=["the acceptor has none", "the dialler has none"],
 )
 def test_an_authenticator_on_one_side_only_ends_the_connection(
-    dialler: Authenticator | None, acceptor: Authenticator | None, complaint: str
+    dialler: TokenAuthenticator | None, acceptor: TokenAuthenticator | None, complaint: str
 ) -> None:
     with pytest.raises(ProtocolError, match=complaint):
         converse(*sides(dialler, acceptor))

@@ -1,18 +1,20 @@
-"""The end of all work: nobody leaves while anything is under way anywhere, and all leave in the end."""
+"""The end of all work, message by message: what a worker says to others, and when a round is over.
+
+That nobody leaves while anything is under way anywhere, and all leave in the end, whoever dies and whatever
+connection breaks, is shown by whole agents in ``tests/simulation``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
 from rpc.group.termination import (
     Action,
     ActivityReport,
+    CutOff,
     Failed,
     Leave,
     Quiescent,
@@ -20,10 +22,14 @@ from rpc.group.termination import (
     Termination,
     Waits,
 )
-from tests.support.effort import PROFILE, examples
-from tests.support.termination_world import World, members
+from rpc.group.workers import Member, WorkerInfo
 
 IDLE = ActivityReport(0)
+
+
+def members(count: int) -> list[Member]:
+    """Workers whose incarnations are not in the order of their ranks."""
+    return [Member(WorkerInfo(f"worker{rank}", rank), 1000 - 7 * rank, "host", ()) for rank in range(count)]
 
 
 def entered(count: int, rounds: int = 1, timeout: float = 0.0) -> tuple[Termination, list[int]]:
@@ -47,74 +53,6 @@ def probes(wave: int, *to: int, dead: Sequence[int] = ()) -> list[Action]:
     return [SendToWorker(peer, [0, "probe", wave, list(dead)]) for peer in sorted(to)]
 
 
-# ---- properties
-
-
-def at_work(count: int, chance: Random, depth: int = 2) -> World:
-    world = World(count, chance)
-    for worker in world.workers.values():
-        world.start_program(worker, chance.randint(0, 3), depth)
-    return world
-
-
-@given(st.integers(1, 5), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=examples(150))
-def test_nobody_leaves_while_a_call_is_under_way_and_all_leave_in_the_end(count: int, seed: int) -> None:
-    chance = Random(seed)
-    world = at_work(count, chance)
-    world.run_to_end()
-    assert all(worker.outcome == "left" for worker in world.workers.values())
-
-
-@given(st.integers(2, 5), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=examples(250))
-def test_the_same_with_workers_that_die_at_any_step(count: int, seed: int) -> None:
-    chance = Random(seed)
-    world = at_work(count, chance)
-    for _ in range(chance.randint(1, count - 1)):
-        for _ in range(chance.randint(0, 120)):
-            world.step()
-        world.kill_one()
-    world.run_to_end()
-    assert all(worker.outcome in ("left", "") for worker in world.workers.values())
-    assert not any(worker.running for worker in world.workers.values())
-
-
-@given(st.integers(2, 5), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=examples(150))
-def test_the_same_with_connections_that_break(count: int, seed: int) -> None:
-    chance = Random(seed)
-    world = at_work(count, chance)
-    for _ in range(chance.randint(0, 120)):
-        world.step()
-    alive = [worker for worker in world.workers.values() if worker.running]
-    if len(alive) > 1:
-        world.cut(*chance.sample(alive, 2))
-    world.run_to_end()
-    assert not any(worker.running for worker in world.workers.values())
-
-
-@given(st.integers(2, 4), st.integers(0, 1 << 32))
-@settings(PROFILE, max_examples=examples(100))
-def test_with_a_timeout_it_ends_though_one_never_enters(count: int, seed: int) -> None:
-    chance = Random(seed)
-    world = World(count, chance)
-    absent = chance.choice(list(world.workers.values()))
-    absent.absent = True
-    for worker in world.workers.values():
-        worker.timeout = 5.0
-        world.start_program(worker, chance.randint(0, 3), 1)
-    world.run_to_end()
-    names = {member.incarnation: member.name for member in members(count)}
-    outcomes = [worker.outcome for worker in world.workers.values() if worker is not absent]
-    assert all("shutdown timed out" in outcome for outcome in outcomes), outcomes
-    if absent.peer != max(world.workers):
-        assert any(f"not in shutdown: worker '{names[absent.peer]}'" in outcome for outcome in outcomes)
-
-
-# ---- cases
-
-
 def test_a_busy_worker_is_not_asked_again_before_it_says_that_something_changed() -> None:
     leader, (peer,) = entered(2)
     assert report(leader, peer, 1, active=2) == []
@@ -134,10 +72,28 @@ def test_a_worker_that_was_busy_when_asked_says_once_that_it_is_idle() -> None:
 
 
 def test_idle_group_needs_few_messages() -> None:
-    world = World(5, Random(0))
-    world.chance.random = lambda: 0.9  # type: ignore[method-assign]  # nothing doubled, nothing given back
-    world.run_to_end()
-    assert world.posted == 2 * 4 * (1 + 2 + 2 + 1)  # rounds, peers: entered, probes, reports, quiescent
+    """Of each other: that it has entered, and two reports; to each: two probes, and the end of the round."""
+    leader, peers = entered(5)
+    for peer in peers[:-1]:
+        assert report(leader, peer, 1) == []
+    assert report(leader, peers[-1], 1) == probes(2, *peers)
+    for peer in peers[:-1]:
+        assert report(leader, peer, 2) == []
+    ends = [SendToWorker(peer, [0, "quiescent"]) for peer in sorted(peers)]
+    assert report(leader, peers[-1], 2) == [*ends, Leave()]
+
+
+def test_a_worker_says_once_that_it_has_lost_another() -> None:
+    group = members(4)
+    leader, one, other = (each.incarnation for each in (group[0], *group[2:]))
+    worker = Termination(group[1], group)
+    worker.enter(0.0, IDLE)
+    changed = [SendToWorker(leader, [0, "changed"])]
+    assert worker.lost(one, 0.0, IDLE) == changed
+    answer = worker.receive(leader, [0, "probe", 1, [one, other]], 0.0, IDLE)
+    assert CutOff(other) in answer, "the leader has lost it"
+    assert worker.lost(other, 0.0, IDLE) == changed
+    assert worker.became_idle(IDLE) == []
 
 
 def test_late_and_doubled_messages_do_no_harm() -> None:

@@ -9,13 +9,13 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rpc.errors import GroupMismatchError, RendezvousError
-from rpc.group.authentication import ForeignRecordError
 from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Pace, Verdict
 from rpc.rendezvous.dynamic import join_dynamic
 from rpc.rendezvous.init_method import open_store
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import SharedStore
+from rpc.transport.authentication import ForeignRecordError
 from tests.unit.rpc.rendezvous.conftest import StartWorker, Workers, errors, in_thread, results
 
 QUICK = Pace(settle=0.05, gather=0.1, latecomer=0.1, farewell=1.0)

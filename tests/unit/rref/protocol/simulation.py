@@ -149,17 +149,16 @@ class Simulation:
         self._act(worker)
         return ref
 
-    def create(self, peer: Peer, owner: Peer, args: list[Ref] | None = None) -> Ref:
-        """``remote(owner, ..., args)``."""
+    def create(self, peer: Peer, owner: Peer) -> Ref:
+        """``remote(owner, ...)``."""
         worker = self.workers[peer]
         rref, ref = worker.protocol.create(owner)
         self.objects[rref] = Object(owner, peer)
         worker.refs[ref] = rref
         if worker.protocol.state(ref) is not State.FAILED:
             worker.creating[ref] = (owner, rref)
-            forks = [worker.protocol.fork(arg, owner) for arg in args or ()]
             if self.workers[owner].alive:
-                self.calls.append(Call(peer, owner, "create", forks, rref, ref))
+                self.calls.append(Call(peer, owner, "create", [], rref, ref))
         self._act(worker)
         return ref
 

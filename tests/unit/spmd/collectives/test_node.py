@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rpc.errors import GroupMismatchError, RendezvousTimeoutError
-from rpc.group.authentication import Seal
 from rpc.options import AgentOptions
+from rpc.transport.authentication import Seal
 from spmd.collectives.node import Node, find_node
 from tests.support.finalizers import ends_soon, running_in_locked_sections
 

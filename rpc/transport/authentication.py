@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from enum import Enum
 from typing import Any, Final
 
-from rpc.group.handshake import Role
-
-__all__ = ["ForeignRecordError", "Seal", "TokenAuthenticator"]
+__all__ = ["ForeignRecordError", "Role", "Seal", "TokenAuthenticator"]
 
 _NONCE_BYTES: Final = 32
 _MAC_BYTES: Final = 32
@@ -34,8 +33,19 @@ def _derive(token: bytes, use: str) -> bytes:
     return hmac.digest(token, f"farcall 1 {use}".encode(), "sha256")
 
 
+class Role(Enum):
+    """The two sides of a connection: the one that connects, and the one that listens."""
+
+    DIALLER = "dialler"
+    ACCEPTOR = "acceptor"
+
+
 class TokenAuthenticator:
-    """An ``Authenticator`` for which both sides have the same token.
+    """Proves to the other side that this worker belongs to the job, and verifies the other side's proof: both
+    have the same token.
+
+    Headers are maps that msgpack can encode. ``said`` is a digest of all messages before the proof. A proof
+    includes its author's role, so that it cannot be reflected.
 
     Args:
         token: token of the job.
@@ -46,10 +56,12 @@ class TokenAuthenticator:
         self._ticket_key = _derive(token, "ticket")
 
     def ticket(self) -> str:
+        """Return a ticket that is valid for this job, in printable ASCII, each time another one."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return (nonce + hmac.digest(self._ticket_key, nonce, "sha256")).hex()
 
     def is_ticket(self, text: str) -> bool:
+        """Whether a worker of this job has issued the ticket."""
         try:
             ticket = bytes.fromhex(text)
         except ValueError:
@@ -58,13 +70,16 @@ class TokenAuthenticator:
         return hmac.compare_digest(mac, hmac.digest(self._ticket_key, nonce, "sha256"))
 
     def challenge(self) -> dict[str, Any]:
+        """At the acceptor: return the header of CHALLENGE, different each time."""
         return {"nonce": secrets.token_bytes(_NONCE_BYTES)}
 
     def prove(self, role: Role, said: bytes) -> dict[str, Any]:
+        """Return the header of PROOF, for a dialler, or of WELCOME; different each time."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return {"nonce": nonce, "mac": self._mac(role, said, nonce)}
 
     def verify(self, role: Role, said: bytes, proof: dict[str, Any]) -> bool:
+        """Whether ``proof`` is what ``prove`` returns at a worker of this job in this role."""
         match proof:
             case {"nonce": bytes(nonce), "mac": bytes(mac)}:
                 return hmac.compare_digest(mac, self._mac(role, said, nonce))
