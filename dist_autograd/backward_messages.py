@@ -90,7 +90,7 @@ def read_request(frame: Frame) -> PartRequest:
     """Read the content of a mark or a part."""
     match frame.header.get("backward"):
         case [int(number), int(context_id), bool(retain_graph), list(marks), None | int() as message]:
-            optimizer = object_id(frame.header)
+            optimizer = object_id(frame.header) if "object" in frame.header else None
             return PartRequest(number, context_id, retain_graph, marks, message, optimizer)
         case other:
             raise ProtocolError(f"a part of a backward that cannot be: {str(other)[:80]}")

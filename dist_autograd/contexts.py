@@ -109,6 +109,15 @@ class Context:
                 self._work.join(found)
             return found
 
+    def gradients_of(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of some leaves of this worker, None for one without."""
+        with self._lock:
+            known = self._gradients
+            found = [known[id(leaf)][1] if id(leaf) in known else None for leaf in leaves]
+            if self._work is not None:
+                self._work.join([gradient for gradient in found if gradient is not None])
+            return found
+
     def accumulate(self, leaves: Sequence[Leaf], gradients: Sequence[Tensor | None]) -> None:
         """Add to leaves' gradients. Their tensors are not changed in place, as other code may refer to them.
 

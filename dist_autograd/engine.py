@@ -144,9 +144,8 @@ def keeps_graph() -> bool:
     return current_task_keeps_graph()
 
 
-def is_transforming() -> bool:
-    """Whether this thread is inside a transform such as ``vmap``, where our nodes cannot be made."""
-    return are_transforms_active()
+is_transforming: Final = are_transforms_active
+"""Returns whether this thread is inside a transform such as ``vmap``, where our nodes cannot be made."""
 
 
 def refuse_transforms() -> None:

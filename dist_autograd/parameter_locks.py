@@ -16,7 +16,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
-from weakref import WeakSet
+from weakref import ref
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -94,7 +94,7 @@ class LockTable:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._of: MutableMapping[Tensor, _Lock] = WeakIdKeyDictionary()
-        self._made: WeakSet[_Lock] = WeakSet()
+        self._made: set[ref[_Lock]] = set()
         self._of_passes: dict[object, ParameterLocks] = {}
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class LockTable:
         """Return the locks of some parameters, as Python objects: two that share memory count as two."""
         with self._lock:
             fresh = _Lock(next(self._numbers))
-            self._made.add(fresh)
+            self._made.add(ref(fresh, self._made.discard))
             locks = {self._of.setdefault(parameter, fresh) for parameter in parameters}
         return ParameterLocks(locks, self._of_passes)
 
@@ -115,9 +115,8 @@ class LockTable:
         Args:
             doing: name of the function that the user has called.
         """
-        with self._lock:
-            made = list(self._made)
         of_pass = self._of_passes and pass_of_this_thread() in self._of_passes
+        made = [found for each in self._made.copy() if (found := each()) is not None]
         if of_pass or any(each.is_mine() for each in made):
             raise _refused(doing)
 

@@ -99,8 +99,8 @@ class LocalOptimizer:
 
     def gradients(self, context_id: int) -> list[Tensor | None]:
         """Return the gradient that a context has for each parameter, or None."""
-        found = _gradients(context_id)
-        return [found.get(parameter) for parameter in self._parameters]
+        context = _known(context_id)
+        return [None] * len(self._parameters) if context is None else context.gradients_of(self._parameters)
 
     def _step(self, gradients: Sequence[Tensor | None]) -> None:
         optimized = self._optimized
@@ -126,11 +126,10 @@ class LocalOptimizer:
         Gradients without elements are skipped, as some norms are not defined for them. So are those of
         parameters that another worker counts.
         """
-        gradients = _gradients(context_id)
         found = [
-            _elements(gradients[each])
-            for each in self._parameters
-            if each in gradients and not hasattr(each, "is_copy_of_another_workers")
+            _elements(gradient)
+            for parameter, gradient in zip(self._parameters, self.gradients(context_id), strict=True)
+            if gradient is not None and not hasattr(parameter, "is_copy_of_another_workers")
         ]
         norms = [torch.linalg.vector_norm(elements, norm_type) for elements in found if elements.numel()]
         if not norms:
@@ -189,12 +188,6 @@ def _updates(optimizer: object) -> AbstractContextManager[Any]:
     and before later uses. Called with the locks held.
     """
     return autograd().contexts.requests.border.updating(optimizer)
-
-
-def _gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """Return the context's gradients on this worker; empty if nothing of the context was computed here."""
-    context = _known(context_id)
-    return {} if context is None else context.gradients()
 
 
 def _known(context_id: int) -> Context | None:

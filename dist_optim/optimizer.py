@@ -190,7 +190,9 @@ class DistributedOptimizer:
 
     def _step(self, optimizers: Mapping[str, RRef[LocalOptimizer]], context_id: int) -> None:
         # Parameters of this worker: order the step after their current uses.
-        autograd().contexts.requests.border.updated()
+        border = autograd().contexts.requests.border
+        if border.encloses:
+            border.updated()
         on_all_objects(optimizers, "step", lambda local: local.step(context_id))
 
     def clip_grad_norm_(
