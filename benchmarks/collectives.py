@@ -6,7 +6,8 @@ the time of the processors of all ranks.
 
 With ``--tcp`` each rank is on a host of its own (``network.py``), with ``--hosts`` there are fewer hosts than
 ranks: both use TCP over the same links, and farcall shared memory within a host. Where there can be no such
-hosts, both use loopback. With ``--busy`` other processes compute meanwhile.
+hosts, both use loopback. With ``--busy`` other processes compute meanwhile; batches are longer then, since a
+rank may wait tens of milliseconds for a core.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ __all__ = ["main"]
 
 _BACKENDS: Final = ("farcall", "gloo")
 _BATCH_SECONDS: Final = 0.1
+_BUSY_BATCH_SECONDS: Final = 0.5
 _ROUNDS: Final = 7
 _LIMIT_SECONDS: Final = 600.0
 """Time in seconds after which processes that compute beside the ranks end by themselves."""
@@ -140,6 +142,8 @@ def _training_step(*, alone: bool) -> Callable[[Any], Operation]:
 _MIB: Final = 1 << 20
 _BAR_OF_MORE_RANKS: Final = 0.9
 """The bar between hosts for more than two ranks, where there is one for two."""
+_BUSY_BAR: Final = 0.9
+"""The bar beside other processes, for all lines that have one."""
 
 LINES: Final = (
     *(
@@ -178,13 +182,13 @@ def _batch(operation: Operation, count: int) -> Taken:
     return Taken((perf_counter() - begin) / count, (process_time() - processor) / count)
 
 
-def _measure(line: Line, groups: dict[str, Any]) -> dict[str, Taken]:
-    """The medians of each backend."""
+def _measure(line: Line, groups: dict[str, Any], batch_seconds: float) -> dict[str, Taken]:
+    """The medians of each backend, over batches of about that many seconds."""
     operations = {name: line.make(group) for name, group in groups.items()}
     counts = {}
     for name, operation in operations.items():
         operation()
-        needed = torch.tensor(_BATCH_SECONDS / max(1e-6, _batch(operation, 3).seconds))
+        needed = torch.tensor(batch_seconds / max(1e-6, _batch(operation, 3).seconds))
         dist.broadcast(needed, 0)  # all ranks do the same
         counts[name] = max(1, min(2000, int(needed)))
     taken: dict[str, list[Taken]] = {name: [] for name in operations}
@@ -208,6 +212,7 @@ def _work(
     results: Any,
     options: dict[str, Any],
     hosts: Hosts | None,
+    batch_seconds: float,
 ) -> None:
     import rpc
     import spmd  # noqa: F401  # registers the backend
@@ -227,7 +232,7 @@ def _work(
     )
     groups = {"farcall": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     for line in _selected(names):
-        medians = _measure(line, groups)
+        medians = _measure(line, groups, batch_seconds)
         if rank == 0:
             results.put((line.name, medians))
     dist.barrier()
@@ -246,6 +251,7 @@ def _run(
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     hosts = Hosts(context, size, hosts_count) if hosts_count else None
+    batch_seconds = _BUSY_BATCH_SECONDS if busy else _BATCH_SECONDS
     with (
         tempfile.TemporaryDirectory(prefix="farcall-bench-") as folder,
         busy_processes(busy, _LIMIT_SECONDS),
@@ -253,7 +259,9 @@ def _run(
         store = str(Path(folder) / "store")
         workers = [
             context.Process(
-                target=_work, args=(rank, size, store, names, results, options, hosts), daemon=True
+                target=_work,
+                args=(rank, size, store, names, results, options, hosts, batch_seconds),
+                daemon=True,
             )
             for rank in range(size)
         ]
@@ -299,6 +307,8 @@ def main(argv: list[str] | None = None) -> int:
             bar = line.bar_between_hosts if arguments.tcp else line.bar
             if arguments.tcp and size > 2 and bar is not None and bar < 1:
                 bar = _BAR_OF_MORE_RANKS
+            if arguments.busy and bar is not None:
+                bar = _BUSY_BAR
             mark = "" if bar is None else f"{bar:g} x{'' if ratio <= bar else ' missed'}"
             table.add_row(
                 line.name,

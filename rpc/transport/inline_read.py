@@ -56,7 +56,7 @@ from rpc.runtime.tasks import Task
 from rpc.transport import byte_stream
 from rpc.transport.byte_stream import ONE, Number, ReceiveBuffer, Watch, raise_event, receive
 from rpc.wire.decoder import Decoder
-from rpc.wire.frames import Frame, read_whole
+from rpc.wire.frames import Frame, Kind, read_whole
 
 __all__ = ["AVAILABLE", "LOOP", "Awaited", "Backoff", "InlineReader", "Receiver", "Spinners", "Turn", "spin"]
 
@@ -80,6 +80,8 @@ _LONGEST_PENALTY: Final = 256
 _FEW: Final = 4
 """Maximum number of frames that arrive together and are not left to the loop."""
 _HOLDER: Final = 0
+_UNAWAITED_KINDS: Final = frozenset((Kind.ALIVE, Kind.ARRIVED))
+"""Kinds of frames that no thread waits for: a large call's ``ARRIVED`` comes before its reply."""
 
 _yield: Final[Callable[[], object]] = getattr(os, "sched_yield", int)
 
@@ -271,6 +273,10 @@ class Awaited:
             self._waiters.remove(waiter)
 
 
+def _are_unawaited(frames: list[Frame]) -> bool:
+    return all(frame[0] in _UNAWAITED_KINDS for frame in frames)
+
+
 class InlineReader:
     """Reads one connection on threads: those that wait for a reply, and idle ones (a ``TaskSource``).
 
@@ -459,15 +465,16 @@ class InlineReader:
             self._connection.dispose()
 
     @protected
-    def wait_for(self, awaited: Awaited, deadline: float, turn: Turn) -> None:
-        """Read on the current thread, which has claimed ``turn``, and give up the lease.
+    def wait_for(self, awaited: Awaited, deadline: float, turn: Turn, *, may_spin: bool = True) -> None:
+        """Read on the current thread, which has claimed ``turn``, and give up the lease. It sleeps at once
+        unless it ``may_spin``.
 
         Returns when ``awaited.outcome`` is set, or ``deadline`` on the monotonic clock has passed, or the
         turn was ended, or ``wake`` was called. A signal handler may interrupt it.
         """
         awaited._waiters.append(turn)
         try:
-            spin_until = min(deadline, monotonic() + _MOMENT_SECONDS)
+            spin_until = min(deadline, monotonic() + _MOMENT_SECONDS) if may_spin else 0.0
             while awaited.outcome is None and turn.left_to_loop is None:
                 now = monotonic()
                 if deadline <= now:
@@ -520,12 +527,13 @@ class InlineReader:
             self._worth.failed()
             return False
         turn.frames = frames
+        received = frames[:]
         has_ended = turn.left_to_loop is not None
         if has_ended:  # in the middle: the loop takes either these or the bytes
             return False
         keep = turn.idle and turn.task is None
         turn.task = self._connection.owner.take_inline(frames, keep=keep) or turn.task
-        if frames or (awaited is not None and awaited.outcome is None):
+        if frames or (awaited is not None and awaited.outcome is None and not _are_unawaited(received)):
             self._worth.failed()
             if turn.left_to_loop is not None:  # the turn was ended in the middle
                 self._connection.deliver_soon(frames)
@@ -551,14 +559,14 @@ class InlineReader:
         connection has ended: the kernel reports an error once, and the loop must receive it.
 
         ``until`` and ``spin_until`` are on the monotonic clock: the end of the wait, infinite for no limit,
-        and the end of spinning.
+        and the end of spinning; 0 to sleep at once.
         """
         poll = self._poll
         if poll is None:
             return None
         events: list[tuple[int, int]] = []
         try:
-            if not self._spinning.to_skip or self._spinning.may_try():
+            if spin_until and (not self._spinning.to_skip or self._spinning.may_try()):
                 events = spin(poll, spin_until, self._spinning, self._spinners)
             if not events:
                 events = poll(None if until == math.inf else max(0.0, 1000 * (until - monotonic())))
