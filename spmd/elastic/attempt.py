@@ -20,7 +20,7 @@ from spmd.elastic.errors import ElasticError, StepFailedError
 from spmd.elastic.groups import Groups
 from spmd.elastic.reducer import Reducer, accumulating
 from spmd.elastic.sampling import Sampler, part_of
-from spmd.elastic.state import State
+from spmd.elastic.state import UNKNOWN_STEPS, State
 from spmd.elastic.views import Views
 from spmd.torch_internals import c10d_library
 
@@ -61,6 +61,7 @@ class Attempt:
         weight: this replica's share of the batch, from 0 to 1.
         committed: whether the step is committed on all members; False until then, and if it is repeated.
         has_failed: whether a reduction has failed.
+        steps: how often this member has called ``step`` of its optimizers.
         cut_short: the exception that has ended the block after the commit, if the replica has lost a worker.
         root: rank of the replica whose buffers all get: the first one that has samples.
         whole_view, groups: the view and its process groups: for the job, see ``Job.group``.
@@ -90,6 +91,7 @@ class Attempt:
         self._state, self._reducers = state, reducers
         self._works: list[Any] = []
         self._started = 0
+        self.steps = 0
         self.has_failed = False
         self._mistake: BaseException | None = None
         self.cut_short: Exception | None = None
@@ -113,6 +115,8 @@ class Attempt:
             return self._end(error)
         finally:
             self.is_open = False
+            if self.committed:
+                self._state.steps = self.steps
             for reducer in self._reducers:
                 reducer.end()
 
@@ -317,10 +321,21 @@ class Attempt:
             if not views.core.prepare(self.whole_view):
                 return
             vote = views.core.vote(grow=views.wants_to_grow())
-        rows = self.gather([vote.step, vote.grow, vote.leave, vote.finish], "the vote on")
+        values = [vote.step, vote.grow, vote.leave, vote.finish, self._state.steps]
+        rows = self.gather(values, "the vote on")
         if not rows:
             return
-        votes = [Vote(step, bool(grow), bool(leave), bool(finish)) for step, grow, leave, finish in rows]
+        steps = [row[-1] for row in rows]
+        if len({*steps} - {UNKNOWN_STEPS}) > 1:
+            self._note(
+                ElasticError(
+                    f"in step {self.step - 1}, members have called optimizer.step() {steps} times, by rank "
+                    f"({UNKNOWN_STEPS}: not known), so that they differ now: call it alike on all members, "
+                    "also for an empty part of the batch"
+                )
+            )
+            return
+        votes = [Vote(row[0], *map(bool, row[1:4])) for row in rows]
         with views.changed:
             if views.core.count(self.whole_view, votes):
                 views.outcome, views.given_step = Outcome.COMMIT, NEW

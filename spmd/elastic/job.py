@@ -29,7 +29,7 @@ __all__ = ["Job", "join"]
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 3
+_VERSION = 4
 """Version of what members say to each other."""
 
 _LEAVE_SECONDS = 60.0
@@ -329,6 +329,7 @@ class Job:
         if args[1:] or kwargs.get("closure") is not None:
             raise ElasticError("optimizer.step(closure) would compute gradients after the step was committed")
         self.current.commit()
+        self.current.steps += 1
 
     # ---- local training
 

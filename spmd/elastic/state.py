@@ -19,7 +19,9 @@ from spmd.elastic.random_states import RandomStates
 from spmd.elastic.sharded import fully_sharded_parts, is_fully_sharded, local_part, parts_of, with_parts
 from spmd.torch_internals import forget_backward, forget_unscaled
 
-__all__ = ["State"]
+__all__ = ["UNKNOWN_STEPS", "State"]
+
+UNKNOWN_STEPS: Final = -1
 
 _SCALER_ATTRIBUTES: Final = ("grad_scale", "found_inf")
 """What ``GradScaler.step`` gives to a fused optimizer, and takes away after the optimizer's step."""
@@ -32,6 +34,7 @@ class State:
         objects: objects with ``state_dict`` and ``load_state_dict``, by name.
 
     Attributes:
+        steps: how often optimizers have stepped in the last committed step; ``UNKNOWN_STEPS`` in a newcomer.
         keeps_all: whether everything is copied when an attempt begins, since members train locally then.
 
     Raises:
@@ -56,6 +59,7 @@ class State:
             for name, each in objects.items()
             if not isinstance(each, nn.Module | torch.optim.Optimizer)
         }
+        self.steps = UNKNOWN_STEPS
         self.keeps_all = False
         self._all: dict[str, Any] = {}
         self._fully_sharded = {

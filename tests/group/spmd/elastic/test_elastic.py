@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from itertools import count
 from typing import Any
@@ -158,6 +159,31 @@ def have_a_sparse_buffer(worker: Worker) -> str:
     finally:
         rpc.shutdown()
     return "ended"
+
+
+def test_optimizer_step_that_one_member_leaves_out_ends_the_job_on_all(
+    run_workers: RunWorkers,
+) -> None:
+    def step_on_one_member(worker: Worker) -> str:
+        init(worker)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        job = join(model=model, optimizer=optimizer, sampler=Sampler(8, 4), min_size=2)
+        for attempt in job.attempts(until=10):
+            with attempt:
+                model(torch.ones(len(attempt.indices), 2)).sum().backward()
+                if attempt.step != 5 or worker.rank == 0:
+                    optimizer.step()
+        return "no error"
+
+    def fails(worker: Worker) -> str:
+        try:
+            return step_on_one_member(worker)
+        except ElasticError as error:
+            return str(error)
+
+    for text in run_workers(fails, 2):
+        assert re.search(r"in step 5, members have called optimizer.step\(\) \[[01], [01]\] times", text)
 
 
 def test_tensor_that_cannot_be_sent_ends_the_job_at_once(run_workers: RunWorkers) -> None:

@@ -26,7 +26,9 @@ class Sum:
         self._used, self.weight = used, weight
 
     def start(self, tensor: torch.Tensor, *, blocks: bool = False) -> None:
-        parts = tensor.split((2, 2, 1, 1))  # the parameters' gradients, the last one first, and the counts
+        parts = torch.split(
+            tensor, (2, 2, 1, 1)
+        )  # the parameters' gradients, the last one first, and the counts
         for each in self._used:
             parts[1 - each].add_(1.0)
             parts[3 - each].add_(1.0)
@@ -78,12 +80,12 @@ def test_gradients_that_were_accumulated_or_written_by_the_program_are_summed() 
     reducer.accumulates = True
     model(torch.ones(1, 2), 0).sum().backward()
     reducer.accumulates = False
-    other = model.layers[1].weight
+    one, other = model.parameters()
     assert other.grad is not None
     other.grad.fill_(3.0)
     reducer.finish()
     assert gradients(model) == [[1.0, 1.0], [3.0, 3.0]]
     other.grad = None
-    model.layers[0].weight.grad = torch.full((1, 2), 7.0)  # by the program, after the sum
+    one.grad = torch.full((1, 2), 7.0)  # by the program, after the sum
     reducer.finish()
     assert gradients(model) == [[7.0, 7.0], None]
