@@ -505,12 +505,12 @@ class CallTable:
         """Handle a frame of kind ``REPLY`` or ``FAILURE``; ``ProtocolError`` if it answers a call to another
         worker.
         """
-        arrivals = self._serializer.adopt(frame[2], peer) if frame[2] else None
         call_id = frame[1]
         call = self._pending.get(call_id)
         if call is not None and call.peer is not peer:
             raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
-        call = self._pending.pop(call_id, None)  # another thread may have taken it
+        arrivals = self._serializer.adopt(frame[2], peer) if frame[2] else None
+        call = self._pending.pop(call_id, None)  # as in ``_take_from``
         if call is None:
             self._given_up.pop(call_id, None)
             return None
@@ -521,10 +521,11 @@ class CallTable:
         return None
 
     def request_unsent(self, peer: Peer, call_id: int, error: BaseException) -> None:
-        """Handle that a request that was to be sent later could not be sent: see ``Sender.on_unsent``."""
-        call = self.take(call_id)
+        """Handle that a request that was to be sent later could not be sent, or that an answer could not be
+        taken: see ``Sender.on_unsent`` and ``Dispatcher.on_failed``.
+        """
+        call = self._take_from(peer, call_id)
         if call is None:
-            self._given_up.pop(call_id, None)
             return
         if isinstance(error, QueueFull):
             error = call.timeout_error()
@@ -533,12 +534,20 @@ class CallTable:
 
     def request_lost(self, peer: Peer, call_id: int, what: str) -> None:
         """Handle that a large request has not arrived, so it does not run: see ``Dispatcher.on_lost``."""
-        call = self.take(call_id)
+        call = self._take_from(peer, call_id)
+        error = MessageLostError(f"the call did not run: {what}. It can be made again", peer.name)
+        if call is not None and call.settle(error):
+            self._complete((call,))
+
+    def _take_from(self, peer: Peer, call_id: int) -> PendingCall | None:
+        """Remove a call to a worker; ``ProtocolError`` if it went to another one."""
+        call = self._pending.get(call_id)
+        if call is not None and call.peer is not peer:
+            raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
+        call = self._pending.pop(call_id, None)  # another thread may have taken it
         if call is None:
             self._given_up.pop(call_id, None)
-            return
-        if call.settle(MessageLostError(f"the call did not run: {what}. It can be made again", peer.name)):
-            self._complete((call,))
+        return call
 
     def decode(self, call: PendingCall, frame: Frame) -> Any:
         """Return the value in a reply; raises the error in a failure."""

@@ -156,9 +156,7 @@ class Peer:
             return
         turn = reader.claim()
         if turn is not None:
-            connection = self.connection  # while data is still being sent to it, no answer comes soon
-            may_spin = connection is None or not connection.queued_bytes
-            reader.wait_for(awaited, deadline, turn, may_spin=may_spin)
+            reader.wait_for(awaited, deadline, turn)
 
     def lost_error(self, consequence: str = "") -> WorkerLostError:
         """Return a new error for an operation that the worker's loss prevents; ``consequence``

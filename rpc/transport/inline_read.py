@@ -301,8 +301,9 @@ class InlineReader:
         self._lease: dict[int, Turn] = {}
         """The turn that holds the lease, if one does, under ``_HOLDER``.
 
-        Taking the lease is one operation of the dictionary. Elsewhere no call comes between reading the
-        holder and changing it: Python switches to other threads, finalizers or signal handlers at calls only.
+        Taking the lease is one operation of the dictionary. Elsewhere nothing that is called, allocated or
+        repeated comes between reading the holder and changing it: there is no switch to another thread, a
+        finalizer or a signal handler there.
         """
         self.closed = False
         self.is_between_frames = False
@@ -465,16 +466,15 @@ class InlineReader:
             self._connection.dispose()
 
     @protected
-    def wait_for(self, awaited: Awaited, deadline: float, turn: Turn, *, may_spin: bool = True) -> None:
-        """Read on the current thread, which has claimed ``turn``, and give up the lease. It sleeps at once
-        unless it ``may_spin``.
+    def wait_for(self, awaited: Awaited, deadline: float, turn: Turn) -> None:
+        """Read on the current thread, which has claimed ``turn``, and give up the lease.
 
         Returns when ``awaited.outcome`` is set, or ``deadline`` on the monotonic clock has passed, or the
         turn was ended, or ``wake`` was called. A signal handler may interrupt it.
         """
         awaited._waiters.append(turn)
         try:
-            spin_until = min(deadline, monotonic() + _MOMENT_SECONDS) if may_spin else 0.0
+            spin_until = min(deadline, monotonic() + _MOMENT_SECONDS)
             while awaited.outcome is None and turn.left_to_loop is None:
                 now = monotonic()
                 if deadline <= now:
@@ -559,14 +559,14 @@ class InlineReader:
         connection has ended: the kernel reports an error once, and the loop must receive it.
 
         ``until`` and ``spin_until`` are on the monotonic clock: the end of the wait, infinite for no limit,
-        and the end of spinning; 0 to sleep at once.
+        and the end of spinning.
         """
         poll = self._poll
         if poll is None:
             return None
         events: list[tuple[int, int]] = []
         try:
-            if spin_until and (not self._spinning.to_skip or self._spinning.may_try()):
+            if not self._spinning.to_skip or self._spinning.may_try():
                 events = spin(poll, spin_until, self._spinning, self._spinners)
             if not events:
                 events = poll(None if until == math.inf else max(0.0, 1000 * (until - monotonic())))

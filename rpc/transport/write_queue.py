@@ -67,9 +67,6 @@ _CHUNK_END: Final = memoryview(b"")
 class Streams(Protocol):
     """Takes messages of ``STREAMED_BYTES`` and more: ``rpc.bulk.stream_ends.BulkQueue``. From any thread."""
 
-    unsent: int
-    """Number of bytes that have not been written yet."""
-
     def add(self, message: ChunkedMessage) -> bool:
         """Send a message; false if nothing is sent over streams any more."""
 
@@ -143,7 +140,7 @@ class WriteQueue:
     @property
     def queued_bytes(self) -> int:
         """Number of bytes that are queued. From any thread."""
-        return self._queued_bytes + (0 if self.streams is None else self.streams.unsent)
+        return self._queued_bytes
 
     def __bool__(self) -> bool:
         """Whether anything must be written now."""

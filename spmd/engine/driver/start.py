@@ -75,9 +75,10 @@ class _Port(RemotePort):
 
     def send(self, step: EngineStep) -> Any:
         """Have it do a step; a future of its answer. Raises if the step cannot be sent."""
-        if step.uploads or step.wanted:
+        call = None if step.uploads or step.wanted else step.call()
+        if call is None:
             return self.begun(self.do(*step.message()))
-        answer = step.call().send(self.worker)
+        answer = call.send(self.worker)
         if answer.done():
             answer.value()
         return answer

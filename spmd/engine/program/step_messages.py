@@ -72,12 +72,15 @@ class EngineStep:
             self.packed.append(buffers[0] if len(buffers) == 1 else common)
         return self.packed[0], self.wanted, *self.uploads
 
-    def call(self) -> SharedCall:
-        """Return the call of ``do`` for all workers that get the same: no uploads, and no values wanted."""
+    def call(self) -> SharedCall | None:
+        """Return the call of ``do`` for all workers that get the same: no uploads, and no values wanted.
+
+        None if it has memory beside its pickle, such as constants, which each worker gets in its own way.
+        """
         if len(self.packed) < 2:
             args = self.message()
-            self.packed.append(SharedCall("do", args))
-        shared: SharedCall = self.packed[1]
+            self.packed.append(SharedCall("do", args) if isinstance(args[0], bytes | bytearray) else None)
+        shared: SharedCall | None = self.packed[1]
         return shared
 
     def __reduce__(self) -> Any:

@@ -8,8 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -94,32 +92,6 @@ def test_a_thread_reads_on_after_the_acknowledgement_of_a_large_message(end: End
     call.wait()
     assert end.frames == []
     end.loop_reads()
-
-
-@pytest.mark.parametrize(("unsent", "spins"), [(0, True), (1 << 20, False)])
-def test_a_thread_does_not_spin_while_data_is_still_being_sent(
-    end: End, monkeypatch: pytest.MonkeyPatch, unsent: int, spins: bool
-) -> None:
-    spun: list[object] = []
-
-    def spin(*arguments: object) -> list[Any]:
-        spun.append(arguments)
-        return []
-
-    monkeypatch.setattr(inline_read, "spin", spin)
-    streams: Any = SimpleNamespace(unsent=unsent)
-    end.connection.send_large_by(streams)
-    call = end.call()
-
-    def answer() -> None:
-        until(end.reader.is_read_by_thread)
-        end.there.sendall(frame(Kind.REPLY, call.call_id))
-
-    with ThreadPoolExecutor(1) as other:
-        answered = other.submit(answer)
-        call.wait()
-        answered.result()
-    assert bool(spun) == spins
 
 
 def test_frames_that_need_the_loop_are_left_to_it_with_what_follows_in_order(end: End) -> None:
