@@ -26,9 +26,7 @@ class Sum:
         self._used, self.weight = used, weight
 
     def start(self, tensor: torch.Tensor, *, blocks: bool = False) -> None:
-        parts = torch.split(
-            tensor, (2, 2, 1, 1)
-        )  # the parameters' gradients, the last one first, and the counts
+        parts = torch.split(tensor, [2, 2, 1, 1])  # the gradients, the last parameter's first, and the counts
         for each in self._used:
             parts[1 - each].add_(1.0)
             parts[3 - each].add_(1.0)
