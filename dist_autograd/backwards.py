@@ -1,15 +1,14 @@
 """The backward passes that this worker takes part in, started by it (the root) or by other workers.
 
-Messages are handled on the thread that has received them, those of one root one after another. A worker's
-part runs on a thread of its own, which is not counted by the executor of calls, because it waits for other
-workers. A whole part waits for nothing, and runs as a call does: on the thread that received it, if that
-thread reads for itself.
+Marks and starts of parts are handled on the loop's thread, so no gradients overtake them; gradients on the
+thread that has received them. A worker's part runs on a thread of its own, which is not counted by the
+executor of calls, because it waits for other workers. A whole part waits for nothing, and runs as a call
+does: on the thread that received it, if that thread reads for itself.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -91,9 +90,8 @@ class Backwards:
         """
         self._numbers = itertools.count(1)
         self._threads: Executor | None = None
-        self._making_threads = threading.Lock()
-        messages.on(kinds.MARK, self._mark_arrived, any_thread=True)
-        messages.on(kinds.PART, self._part_arrived, any_thread=True)
+        messages.on(kinds.MARK, self._mark_arrived)
+        messages.on(kinds.PART, self._part_arrived)
         messages.on(kinds.WHOLE_PART, self._whole_part_arrived, any_thread=True)
         messages.on(kinds.GRADIENTS, self._gradients_arrived, any_thread=True)
         messages.on(kinds.ABORT, self._abort_arrived)
@@ -149,9 +147,8 @@ class Backwards:
     def _part_arrived(self, peer: Peer, frame: Frame) -> Task | None:
         task = self._begun(peer, frame, whole=False)
         try:
-            with self._making_threads:
-                if self._threads is None:
-                    self._threads = Executor(_THREADS, "farcall-backward")
+            if self._threads is None:
+                self._threads = Executor(_THREADS, "farcall-backward")
             self._threads.submit_at_once(task)
         except RuntimeError as error:
             return self._without_thread, (task, str(error))
