@@ -79,7 +79,7 @@ class WorkerPass:
         self.context = context
         self.retain_graph = retain_graph
         self.progress = Progress()
-        self.awaited: list[Peer] = []
+        self.awaited: Collection[Peer] = ()
         self._models = models
         self._reach = Reach(RECV_NODE)
         self._sent: dict[int, Sent] = {}
@@ -88,6 +88,8 @@ class WorkerPass:
         self._elsewhere = False
         """Whether a recv runs on another thread of the engine's."""
         self._run: set[int] = set()
+        self._unchecked: list[Any] = []
+        """The recvs of which no ticket has checked that they have run, those received last at the end."""
         self._arrived: dict[int, tuple[Peer, Frame]] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
         self._posting = threading.Lock()
@@ -230,10 +232,18 @@ class WorkerPass:
         if roots:
             found[ROOTS] = self._run_engine(roots, gradients, self._reach.leaves[ROOTS])
         left = set(self._marked)
+        senders: dict[Peer, int] = {}
+        for number in left:
+            sender = self._sent[number].to
+            senders[sender] = senders.get(sender, 0) + 1
         while left:
-            self._await_one_of(left)
+            self._await_one_of(left, tuple(senders))
             for number in left.intersection(self._arrived):
                 left.remove(number)
+                sender = self._sent[number].to
+                senders[sender] -= 1
+                if not senders[sender]:
+                    del senders[sender]
                 self._take_gradients(self._sent[number])
                 found[number] = self._run_message(number, self._reach.leaves[number])
         if len(found) == 1:
@@ -288,6 +298,7 @@ class WorkerPass:
         """Make the chain of tickets, oldest first; returns the newest, which is the first to run."""
         for node in self._reach.nodes():
             engine.give_way(node)
+        self._unchecked = sorted(self._reach.recvs, key=lambda node: node.origin.received)
         ticket = anchor()
         with torch.enable_grad():
             for number in sorted(self._marked):
@@ -312,11 +323,13 @@ class WorkerPass:
             The gradients of its leaves among these tensors; for a tensor with a send node, which fetches its
             gradient itself, anything.
         """
-        newer = [node for node in self._reach.recvs if node.origin.received > sent.number]
+        newer, unchecked = [], self._unchecked  # tickets of newer messages have checked the others
+        while unchecked and unchecked[-1].origin.received > sent.number:
+            newer.append(unchecked.pop())
         if not self._run.issuperset(map(id, newer)):
             finish(self._reach.nodes(), lambda: self._run.issuperset(map(id, newer)), self.progress.check)
         self._check_recvs_have_run(newer, f"before message {sent.number}")
-        self._await_one_of((sent.number,))
+        self._await_one_of((sent.number,), (sent.to,))
         border = self.context.requests.border
         if border.encloses:
             border.catch_up()
@@ -353,9 +366,9 @@ class WorkerPass:
             self._links.post(node.origin, gradients)
             self._run.add(id(node))
 
-    def _await_one_of(self, numbers: Collection[int]) -> None:
-        """Wait for the gradients of one of these messages. Raises the error that ended the backward pass, or
-        ``WorkerLostError`` if a worker that was to send them is gone.
+    def _await_one_of(self, numbers: Collection[int], senders: Collection[Peer]) -> None:
+        """Wait for the gradients of one of these messages, which these workers send. Raises the error that
+        ended the backward pass, or ``WorkerLostError`` if a worker that was to send them is gone.
 
         That worker may have done its part and told the root so, and its gradients may be lost with its
         connection to this worker: no other worker would notice that this one waits.
@@ -373,11 +386,11 @@ class WorkerPass:
         self.progress.check()
         if not arrived.keys().isdisjoint(numbers):
             return
-        self.awaited = senders = [self._sent[number].to for number in numbers]
+        self.awaited = senders
         while not has_ended():
             self._links.wait(has_ended)
             self.progress.check()
-        self.awaited = []
+        self.awaited = ()
         if self._arrived.keys().isdisjoint(numbers):
             gone = next(peer for peer in senders if peer.lost is not None)
             raise gone.lost_error("The backward cannot be finished, as it has not sent its gradients")
