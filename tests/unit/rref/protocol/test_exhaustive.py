@@ -36,7 +36,7 @@ STORIES = {
     ),
     "connection_of_a_creation_with_an_argument_breaks": Story(CREATE_WITH_AN_ARGUMENT, breaks=((2, 3),)),
     "fetch_overtakes_the_creation": Story(
-        {1: (("drop",),), 2: (("create", 1), ("fetch",), ("drop",))}, mortal=(2,), deaths=1
+        {1: (), 2: (("create", 1), ("fetch",), ("drop",))}, mortal=(2,), deaths=1
     ),
     "own_pass_drop_and_anyone_dies": Story(OWN_PASS_DROP, mortal=(1, 2, 3), deaths=1),
     "back_to_where_it_came_from": Story(
