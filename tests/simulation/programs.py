@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any, Final
 
@@ -20,12 +21,13 @@ _TIMEOUTS: Final = (0.0, 0.0, 0.02, 0.5, 5.0, 60.0)
 
 
 class Thing:
-    """What lives on workers, and is referred to."""
+    """What lives on workers, and is referred to. Its worker keeps some of the references it is made with."""
 
-    def __init__(self, tag: int) -> None:
+    def __init__(self, tag: int, tags: Sequence[int] = (), refs: Sequence[RRef[Any]] = ()) -> None:
         self.tag = tag
         self.truth = Truth.now
         self.truth.made(tag)
+        _keep_some(self.truth, Random(tag), tags, refs)
 
     def __del__(self) -> None:
         self.truth.freed(self.tag)
@@ -42,12 +44,7 @@ def serve(number: int, seed: int, tags: list[int], refs: list[RRef[Any]]) -> Ans
     """What is called on other workers: keeps some of the references that it gets, and may answer with one."""
     truth, chance = Truth.now, Random(seed)
     truth.ran(number)
-    here = truth.current
-    assert here is not None
-    for tag, ref in zip(tags, refs, strict=True):
-        truth.check_reference(here, tag, ref)
-        if chance.random() < 0.7:
-            truth.hold(here, tag, ref)
+    here = _keep_some(truth, chance, tags, refs)
     if chance.random() < 0.1:
         call(truth, here, chance)
     passed_on = _some(truth, here, chance, 1) if chance.random() < 0.3 else []
@@ -58,8 +55,7 @@ def call(truth: Truth, here: Worker, chance: Random) -> None:
     """A call of any worker, this one too, with some references; sometimes it is cancelled soon."""
     to = _anybody(here, chance)
     timeout = chance.choice(_TIMEOUTS)
-    which = _some(truth, here, chance, chance.choice((0, 0, 1, 2)))
-    tags, refs = [tag for tag, _ in which], [ref for _, ref in which]
+    tags, refs = _arguments(truth, here, chance)
     made = truth.begin("serve", here, here.agent.group.peers.view.resolve(to).incarnation, timeout)
     future = rpc.rpc_async(to, serve, args=(made.number, chance.getrandbits(32), tags, refs), timeout=timeout)
     truth.follow(made, future)
@@ -74,10 +70,11 @@ def call(truth: Truth, here: Worker, chance: Random) -> None:
 
 
 def create(truth: Truth, here: Worker, chance: Random) -> None:
-    """An object is made on any worker, this one too."""
+    """An object is made on any worker, this one too, with some references."""
     to = _anybody(here, chance)
+    tags, refs = _arguments(truth, here, chance)
     made = truth.new_object(here.agent.group.peers.view.resolve(to).incarnation, here)
-    ref = rpc.remote(to, Thing, args=(made.tag,), timeout=chance.choice(_TIMEOUTS))
+    ref = rpc.remote(to, Thing, args=(made.tag, tags, refs), timeout=chance.choice(_TIMEOUTS))
     made.creation = ref._creation
     truth.hold(here, made.tag, ref)
 
@@ -118,6 +115,22 @@ PROGRAMS: Final = {"call": call, "create": create, "own": own, "touch": touch, "
 
 def _anybody(here: Worker, chance: Random) -> str:
     return chance.choice(here.agent.get_worker_infos()).name
+
+
+def _arguments(truth: Truth, here: Worker, chance: Random) -> tuple[list[int], list[RRef[Any]]]:
+    which = _some(truth, here, chance, chance.choice((0, 0, 1, 2)))
+    return [tag for tag, _ in which], [ref for _, ref in which]
+
+
+def _keep_some(truth: Truth, chance: Random, tags: Sequence[int], refs: Sequence[RRef[Any]]) -> Worker:
+    """The worker that has got references keeps some; returns it."""
+    here = truth.current
+    assert here is not None
+    for tag, ref in zip(tags, refs, strict=True):
+        truth.check_reference(here, tag, ref)
+        if chance.random() < 0.7:
+            truth.hold(here, tag, ref)
+    return here
 
 
 def _some(truth: Truth, here: Worker, chance: Random, count: int) -> list[tuple[int, RRef[Any]]]:

@@ -62,7 +62,7 @@ class RunFresh:
         """
         if self._server is None:
             own = {"PYTHONPATH": str(_ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-            command = [sys.executable, "-c", _SERVE]
+            command = [sys.executable, "-u", "-c", _SERVE]  # never forked: it has an option of Python's own
             pipe = subprocess.PIPE
             self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | own)
             leftovers.SERVERS.add(self._server.pid)

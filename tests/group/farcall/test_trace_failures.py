@@ -104,6 +104,7 @@ def test_a_trace_lacks_workers_that_are_stopped_or_killed_and_names_them(
     trace = read_trace(tmp_path / "live.json")
     assert trace.metadata["missing"] == missing
     assert trace.counts()["worker0", "call torch.add"]
+    assert trace.counts()["worker1", "torch.add"]
 
 
 def test_a_trace_that_does_not_fit_on_the_disk_is_an_error_and_leaves_nothing(

@@ -282,6 +282,7 @@ def test_a_proxy_that_refuses_connections_is_no_proof_that_a_worker_has_died(run
 
 TWO_WORKERS = """
 import os, sys
+assert "rpc" not in sys.modules
 import rpc
 
 child = os.fork()

@@ -85,8 +85,7 @@ def compare(
 LAYOUTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(-1), Partial())
 
 
-@in_mesh(2)
-def test_linear_with_every_pair_of_layouts(mesh: DeviceMesh) -> None:
+def linear_with_every_pair_of_layouts(mesh: DeviceMesh) -> None:
     x = torch.randn(4, 8, 12)
     for given, output in itertools.product(LAYOUTS, LAYOUTS):
         module = nn.Linear(12, 8)
@@ -95,6 +94,17 @@ def test_linear_with_every_pair_of_layouts(mesh: DeviceMesh) -> None:
             compare(mesh, copy.deepcopy(module), column, x, given, output)
         row = RowwiseParallel(input_layouts=given, output_layouts=output)
         compare(mesh, copy.deepcopy(module), row, x, given, output)
+
+
+@in_mesh(2)
+def test_linear_with_every_pair_of_layouts(mesh: DeviceMesh) -> None:
+    linear_with_every_pair_of_layouts(mesh)
+
+
+@pytest.mark.nightly
+@in_mesh(4)
+def test_linear_with_every_pair_of_layouts_on_four_ranks(mesh: DeviceMesh) -> None:
+    linear_with_every_pair_of_layouts(mesh)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(7, 5), (3, 6), (5, 3), (1, 1)])

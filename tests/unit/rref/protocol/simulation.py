@@ -14,6 +14,7 @@ so whoever drives it decides everything. It raises ``Violation`` as soon as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,16 +150,17 @@ class Simulation:
         self._act(worker)
         return ref
 
-    def create(self, peer: Peer, owner: Peer) -> Ref:
-        """``remote(owner, ...)``."""
+    def create(self, peer: Peer, owner: Peer, args: Sequence[Ref] = ()) -> Ref:
+        """``remote(owner, ..., args)``."""
         worker = self.workers[peer]
         rref, ref = worker.protocol.create(owner)
         self.objects[rref] = Object(owner, peer)
         worker.refs[ref] = rref
         if worker.protocol.state(ref) is not State.FAILED:
             worker.creating[ref] = (owner, rref)
+            forks = [worker.protocol.fork(arg, owner) for arg in args]
             if self.workers[owner].alive:
-                self.calls.append(Call(peer, owner, "create", [], rref, ref))
+                self.calls.append(Call(peer, owner, "create", forks, rref, ref))
         self._act(worker)
         return ref
 

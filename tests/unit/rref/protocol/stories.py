@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rref.protocol.messages import Peer, Ref, State
+from rref.protocol.messages import Peer, Ref, RRefId, State
 from tests.unit.rref.protocol.simulation import Simulation
 
 Step = tuple[Any, ...]
-"""``("own",)``, ``("create", owner)``, ``("give_up",)``, ``("call", to)``, ``("drop",)``."""
+"""``("own",)``, ``("create", owner)``, ``("create_with", owner)``: with a reference among the arguments,
+``("give_up",)``, ``("call", to)``, ``("fetch",)``, ``("drop",)``.
+"""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Story:
     """What each worker does, in order; and what may befall it.
 
     Attributes:
-        programs: by worker, its steps. ``call`` and ``drop`` wait until there is a reference to use.
+        programs: by worker, its steps. Those that use a reference wait until there is one.
         prelude: choices that are taken first; what is explored begins after them.
         mortal: who may die, at any time after.
         deaths: how many of them at most.
@@ -99,11 +101,16 @@ class Course:
                 simulation.own(peer)
             case ("create", owner):
                 simulation.create(peer, owner)
+            case ("create_with", owner):
+                simulation.create(peer, owner, self._usable(peer)[:1])
             case ("give_up",):
                 for ref in list(simulation.workers[peer].creating):
                     simulation.give_up(peer, ref)
             case ("call", to):
                 simulation.call(peer, to, [self._usable(peer)[0]])
+            case ("fetch",):
+                rref = self._fetchable(peer)[0]
+                simulation.expect(simulation.objects[rref].owner, rref)
             case ("drop",):
                 simulation.release(peer, next(iter(simulation.workers[peer].refs)))
 
@@ -111,6 +118,10 @@ class Course:
         match step:
             case ("call", to):
                 return to in self.simulation.workers and bool(self._usable(peer))
+            case ("create_with", _):
+                return bool(self._usable(peer))
+            case ("fetch",):
+                return bool(self._fetchable(peer))
             case ("drop",):
                 return bool(self.simulation.workers[peer].refs)
         return True
@@ -118,6 +129,12 @@ class Course:
     def _usable(self, peer: Peer) -> list[Ref]:
         worker = self.simulation.workers[peer]
         return [ref for ref in worker.refs if worker.protocol.state(ref) is not State.FAILED]
+
+    def _fetchable(self, peer: Peer) -> list[RRefId]:
+        """Objects that a worker can fetch from a living owner."""
+        simulation = self.simulation
+        found = [simulation.workers[peer].refs[ref] for ref in self._usable(peer)]
+        return [rref for rref in found if simulation.hears(simulation.objects[rref].owner, peer)]
 
     def _program_steps(self) -> Iterator[Step]:
         for peer in self.simulation.living:

@@ -8,6 +8,7 @@ import pytest
 from tests.unit.rref.protocol.stories import Step, Story, explore
 
 CREATE_SHARE_DROP = {1: (), 2: (("create", 1), ("call", 3), ("drop",)), 3: (("drop",),)}
+CREATE_WITH_AN_ARGUMENT = {1: (("own",), ("call", 2), ("drop",)), 2: (("create_with", 3), ("drop",)), 3: ()}
 OWN_PASS_DROP = {1: (("own",), ("call", 2), ("drop",)), 2: (("call", 3), ("drop",)), 3: (("drop",),)}
 
 
@@ -27,6 +28,16 @@ STORIES = {
         {**CREATE_SHARE_DROP, 2: (("create", 1), ("call", 3), ("give_up",), ("drop",))}
     ),
     "connection_of_the_creation_breaks": Story(CREATE_SHARE_DROP, breaks=((1, 2),)),
+    "creation_with_an_argument_and_anyone_dies": Story(
+        CREATE_WITH_AN_ARGUMENT, prelude=steps(1, 1, "a"), mortal=(1, 2, 3), deaths=1
+    ),
+    "creation_with_an_argument_is_given_up": Story(
+        {**CREATE_WITH_AN_ARGUMENT, 2: (("create_with", 3), ("drop",), ("give_up",), ("drop",))}
+    ),
+    "connection_of_a_creation_with_an_argument_breaks": Story(CREATE_WITH_AN_ARGUMENT, breaks=((2, 3),)),
+    "fetch_overtakes_the_creation": Story(
+        {1: (), 2: (("create", 1), ("fetch",), ("drop",))}, mortal=(2,), deaths=1
+    ),
     "own_pass_drop_and_anyone_dies": Story(OWN_PASS_DROP, mortal=(1, 2, 3), deaths=1),
     "back_to_where_it_came_from": Story(
         {**OWN_PASS_DROP, 2: (("call", 3), ("drop",), ("drop",)), 3: (("call", 2), ("drop",))},
