@@ -30,7 +30,9 @@ including the one whose turn it was.
 repeatedly for a moment, if that was worthwhile recently. Each time that it was not, more of the next waits
 sleep at once (exponential backoff); each short wait, asleep or not, takes back half of that. Between two
 polls the thread yields its core; if it comes back late, other threads need the core, and it stops spinning.
-The number of an agent's threads that spin at a time leaves one core to others. Reading in threads has the
+The agent's next waits sleep at once then, also if what the thread waited for has come meanwhile: the kernel
+wakes a thread that sleeps soon, and lets one that has yielded wait until the others have had their time. The
+number of an agent's threads that spin at a time leaves one core to others. Reading in threads has the
 same backoff: it is not worthwhile if frames for other threads arrive in between, as when a thousand calls are
 in flight.
 """
@@ -151,35 +153,44 @@ class Backoff:
 class Spinners:
     """The threads of one agent that spin right now: at most ``limit``, by default one fewer than there are
     cores.
+
+    Attributes:
+        crowded: backoff of all spins, for those in which other threads needed the core.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = usable_cores() - 1 if limit is None else limit
         self.threads: dict[int, None] = {}
+        self.crowded = Backoff()
 
 
 def spin(poll: Callable[[int], list[Any]], until: float, backoff: Backoff, spinners: Spinners) -> list[Any]:
     """Poll repeatedly, until the result is not empty, which is returned, or ``until`` on the monotonic clock.
 
-    The thread is among ``spinners``, unless those are at their limit. A spin without result is a failure of
-    ``backoff``.
+    The thread is among ``spinners``, unless those are at their limit, or the machine is crowded. A spin
+    without result is a failure of ``backoff``.
     """
     seen = poll(0)
-    if seen or len(spinners.threads) >= spinners.limit:
+    crowded = spinners.crowded
+    if seen or len(spinners.threads) >= spinners.limit or (crowded.to_skip and not crowded.may_try()):
         return seen
     me = get_ident()
     spinners.threads[me] = None
+    is_late = False
     try:
         before = monotonic()
-        while not seen and before < until:
+        while not seen and before < until and not is_late:
             _yield()
             seen = poll(0)
             now = monotonic()
-            if not seen and now - before > _LATE_SECONDS:
-                break
+            is_late = now - before > _LATE_SECONDS
             before = now
     finally:
         spinners.threads.pop(me, None)
+    if is_late:
+        crowded.failed()
+    elif crowded.penalty:
+        crowded.paid()
     if not seen:
         backoff.failed()
     return seen

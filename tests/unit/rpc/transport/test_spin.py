@@ -51,6 +51,21 @@ def test_a_thread_whose_core_others_need_looks_no_more(monkeypatch: pytest.Monke
     assert backoff.to_skip > 0
 
 
+@pytest.mark.parametrize("sees_at", [2, 1 << 30])
+def test_after_a_late_look_the_threads_of_the_agent_look_once(
+    monkeypatch: pytest.MonkeyPatch, sees_at: int
+) -> None:
+    """Also if it has seen something: it would have been woken sooner."""
+    spinners = Spinners(1)
+    spun(Clock(sees_at=sees_at, seconds=0.001), 1.0, monkeypatch, spinners)
+    looks = []
+    for _ in range(5):
+        clock = Clock(sees_at=3)
+        spun(clock, 1.0, monkeypatch, spinners)
+        looks.append(clock.looks)
+    assert looks == [1, 1, 1, 1, 3]
+
+
 def skipped_by(backoff: Backoff) -> int:
     skipped = 0
     while not backoff.may_try():
