@@ -7,8 +7,8 @@ python -m tests.simulation.elastic --breakages      # each rule left out; the se
 A run is decided by its seed. Messages between two workers arrive in order, those of different pairs in any
 order. A worker may die at any time, and any of its last messages are lost; it may be stopped for any time;
 hosts may lose each other for any time, and workers may be lost to some and not to others. The group's log
-removes lost workers in any order. Newcomers join; members leave, and live on for a while; all finish. In some runs a replica is two or
-three workers, which die and are stopped one by one.
+removes lost workers in any order. Newcomers join; members leave, and live on for a while in some runs; all
+finish. In some runs a replica is two or three workers, which die and are stopped one by one.
 
 What must hold after every event: of each step, one attempt at most is ever committed by anybody; members of
 one job have the same history, and differ by at most one step; a view has whole replicas. After the last
