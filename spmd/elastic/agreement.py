@@ -41,7 +41,9 @@ with nobody: then each base of those is one more condition.
 
 A member that takes part in a view without some members of its bases *excludes* them: they are cut off first,
 and the member waits until they must have noticed (``Member.to_cut_off``). Members with this base that were
-stopped for longer than that know of no death for certain (``Member.was_stopped``).
+stopped for longer than that know of no death for certain (``Member.was_stopped``). Workers that leave are not
+excluded, but are cut off with those that may live: with them they would be witnesses of the ends of members
+that have gone on.
 
 *Newcomers.* A newcomer is a member of the next view, and an observer of its first step: it contributes
 nothing, loads the state, which is constant until it votes, and counts from the next step on. If all members
@@ -261,6 +263,8 @@ class Member:
     missing: set[int] = field(default_factory=set)
     """Workers that its replica has lost, for which it has resigned."""
     dead: set[int] = field(default_factory=set)
+    promised: set[int] = field(default_factory=set)
+    """Those of them that have promised to leave, and may still run."""
     removed: set[int] = field(default_factory=set)
     excluded: set[int] = field(default_factory=set)
     doubted: set[int] = field(default_factory=set)
@@ -411,9 +415,23 @@ class Member:
         self._commit(self.prepared)
         return Outcome.COMMIT
 
-    def to_cut_off(self, members: Collection[int], released: Collection[int]) -> set[int]:
-        """Return the workers that ``install`` will exclude, and that may live and not know it yet."""
-        return self.partners() - set(members) - set(released) - self.dead
+    def to_cut_off(
+        self, members: Collection[int], released: Collection[int], reports: Iterable[Report]
+    ) -> set[int]:
+        """Return the workers that ``install`` will exclude, and that may live and not know it yet; and with
+        them those that leave, which could otherwise tell them of the ends of members.
+
+        Args:
+            members: the members of the view.
+            released: workers that have promised to leave.
+            reports: all that the proposer has, which tell who is dead.
+        """
+        promised = self.promised.union(released)
+        others = self.partners() - set(members)
+        may_live = others - promised - self.dead
+        if may_live <= frozenset[int]().union(*(each.dead for each in reports)):
+            return may_live
+        return others - (self.dead - promised)
 
     def install(self, ballot: Ballot, members: Collection[int], released: Collection[int]) -> Report:
         """Take part in the forming of a view; returns the report for the exchange.
@@ -432,8 +450,9 @@ class Member:
             raise OutdatedError("this worker leaves")
         if barred := self.excluded.intersection(members):
             raise OutdatedError(f"{barred} were excluded")
-        self.doubted |= self.to_cut_off(members, released)
+        self.doubted |= self.partners() - set(members) - set(released) - self.dead
         self.dead.update(released)
+        self.promised.update(released)
         self.excluded |= self.partners() - set(members)
         base = frozenset(members)
         if base not in self.tried:

@@ -32,6 +32,10 @@ class Reduction(Protocol):
     @property
     def weight(self) -> float: ...
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a sum has failed."""
+
     def start(self, tensor: torch.Tensor, *, blocks: bool = False) -> None:
         """Begin to sum a tensor over the members, in place; with ``blocks``, do it on this thread."""
 
@@ -53,8 +57,10 @@ class _Bucket:
         for each in parameters:
             local = local_part(each)
             part = self.flat[place : place + local.numel()].view(local.shape)
-            self.views.append(sharded_like(each, part))
+            self.views.append(sharded_like(each, part.data))  # whose writes are counted apart from others
             place += local.numel()
+        self.written: list[int] = []
+        """How often each was written into when the attempt began."""
         self.ready: set[int] = set()
         self.used: set[int] = set()
         """Places of the parameters that have a gradient on this member."""
@@ -64,11 +70,13 @@ class _Bucket:
         self.flat.zero_()
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
+        self.written = [_writes_to(each) for each in self.views]
         self.ready, self.used = set(), set()
         self.started = self.finished = False
 
     def gather(self) -> None:
         """Bring the gradients into ``flat``, wherever autograd or the program has put them."""
+        self.used |= self._written_by_the_program()
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is None:
                 view.zero_()
@@ -76,14 +84,30 @@ class _Bucket:
             elif parameter.grad is not view:
                 view.copy_(parameter.grad)
                 self.used.add(place)
-            elif place not in self.used and bool(local_part(view).any()):
-                self.used.add(place)  # the program has written into it
             parameter.grad = view
         if len(self.used) == len(self.parameters):
             self.counts.fill_(1)
         else:
             counts = [float(place in self.used) for place in range(len(self.parameters))]
             self.counts.copy_(torch.tensor(counts, device="cpu"))
+
+    def _written_by_the_program(self) -> set[int]:
+        """Return the places of further gradients: those that are not zero. Of a sharded one, parts may be; it
+        counts if there was a write, which is alike for all workers of a replica.
+        """
+        found: set[int] = set()
+        nonzero: dict[int, torch.Tensor] = {}
+        for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if parameter.grad is not view or place in self.used:
+                continue
+            if (local := local_part(view)) is view:
+                nonzero[place] = local.any()
+            elif _writes_to(view) != self.written[place]:
+                found.add(place)
+        if nonzero:
+            is_there = torch.stack([*nonzero.values()]).tolist()  # one copy from the device
+            found.update(place for place, there in zip(nonzero, is_there, strict=True) if there)
+        return found
 
     def finish(self) -> None:
         """Take the gradients away that no member has, once after the sum."""
@@ -206,8 +230,9 @@ class Reducer:
                 if not bucket.started:
                     self._start(bucket)
             self.attempt.finish()
-            for bucket in self._buckets:
-                bucket.finish()
+            if not self.attempt.has_failed:
+                for bucket in self._buckets:
+                    bucket.finish()
 
 
 class DistributedDataParallel(nn.Module):
@@ -257,6 +282,11 @@ def accumulating(reducers: list[Reducer]) -> Iterator[None]:
     finally:
         for each, value in zip(reducers, before, strict=True):
             each.accumulates = value
+
+
+def _writes_to(tensor: torch.Tensor) -> int:
+    """Return how often a tensor that may be sharded was written into, as a whole or by its part."""
+    return tensor._version + local_part(tensor)._version
 
 
 def _bytes_of(parameters: list[nn.Parameter]) -> int:

@@ -414,7 +414,7 @@ class Views:
             raise GivenUpError("a member of the next view is lost")
         with self.changed:
             self.losses.take_in()
-            cut_off = self.core.to_cut_off(members, released)
+            cut_off = self.core.to_cut_off(members, released, reports)
             cut_off = {each for each in cut_off if not self.losses.is_lost(each)}
             try:
                 self.core.install(ballot, members, released)

@@ -7,8 +7,8 @@ python -m tests.simulation.elastic --breakages      # each rule left out; the se
 A run is decided by its seed. Messages between two workers arrive in order, those of different pairs in any
 order. A worker may die at any time, and any of its last messages are lost; it may be stopped for any time;
 hosts may lose each other for any time, and workers may be lost to some and not to others. The group's log
-removes lost workers in any order. Newcomers join; members leave; all finish. In some runs a replica is two or
-three workers, which die and are stopped one by one.
+removes lost workers in any order. Newcomers join; members leave, and live on for a while in some runs; all
+finish. In some runs a replica is two or three workers, which die and are stopped one by one.
 
 What must hold after every event: of each step, one attempt at most is ever committed by anybody; members of
 one job have the same history, and differ by at most one step; a view has whole replicas. After the last
@@ -73,7 +73,7 @@ class Worker:
         self.history: list[Ballot] = []
         self.proposal: Any = None
         self.asked: set[int] = set()
-        self.poked = self.waits = False
+        self.poked = self.waits = self.released = False
         self.resigning: set[int] = set()  # whose promises to leave are awaited
         self.forming: tuple[Ballot, tuple[int, ...]] | None = None
         self.proposer = number  # of the view that is formed
@@ -95,7 +95,9 @@ class World:
         self.random = random.Random(seed)
         self.trace = trace
         self.only_deaths = self.random.random() < 0.5
-        self.hosts = self.random.choice((1, 1, 2, 3) if self.only_deaths else (1, 2, 3))
+        self.linger = 0.0 if self.only_deaths else self.random.choice((0.0, 0.9))
+        """How likely a worker that leaves lives on after its release."""
+        self.hosts = self.random.choice((1, 1, 2, 3) if self.only_deaths or self.linger else (1, 2, 3))
         self.is_certain = self.only_deaths and self.hosts == 1
         self.workers: dict[int, Worker] = {}
         self.queues: dict[tuple[int, int], deque[tuple[Any, ...]]] = defaultdict(deque)
@@ -107,10 +109,12 @@ class World:
         self.fault_rate = self.random.choice((0.02, 0.05, 0.1))
         self.weights = {each: self.random.random() ** 2 for each in _FAULTS}
         self.faulty = True
+        self.paused: Worker | None = None
         self.end_step: int | None = None
-        self.replica_size = self.random.choice((1, 1, 2, 2, 3))
+        self.replica_size = 1 if self.linger else self.random.choice((1, 1, 2, 2, 3))
         most = 5 // self.replica_size + 1
-        for number in range(self.random.choice((1, 2, 3, 3, 4, 5)) if self.replica_size == 1 else most):
+        size = self.random.choice((1, 2, 3, 3, 4, 5)) if self.replica_size == 1 else most
+        for number in range(5 if self.linger else size):
             self.add_replica(0 if number == 0 else agreement.NEW)
         self.workers[0].newcomers = [each for each in self.workers if each]
 
@@ -217,8 +221,8 @@ class World:
         if not plan.may_go_on:
             return
         for each in plan.members:
-            leaving = [proposal.reports[other] for other in plan.released]
-            self.send(worker, each, "install", proposal.ballot, plan.members, plan.released, leaving)
+            reports = list(proposal.reports.values())
+            self.send(worker, each, "install", proposal.ballot, plan.members, plan.released, reports)
         worker.installing = proposal.ballot, set(plan.members), plan.released
         self.release(worker)
 
@@ -262,7 +266,9 @@ class World:
 
     def on_release(self, worker: Worker, source: int) -> None:
         if worker.core.left:
-            self.end(worker, goodbye=True)
+            worker.released = True
+            if self.random.random() >= self.linger:
+                self.end(worker, goodbye=True)
 
     def on_install(
         self,
@@ -271,12 +277,12 @@ class World:
         ballot: Ballot,
         members: tuple[int, ...],
         released: frozenset[int],
-        leaving: list[Any],
+        reports: list[Any],
     ) -> None:
         core = worker.core
         if worker.lost.intersection(members):
             return  # the group cannot be formed
-        cut_off = core.to_cut_off(members, released) - worker.lost
+        cut_off = core.to_cut_off(members, released, reports) - worker.lost
         try:
             core.install(ballot, members, released)
         except agreement.OutdatedError:
@@ -284,7 +290,8 @@ class World:
         for each in cut_off:
             self.send(worker, each, "closed", False)
             worker.lost.add(each)
-        worker.forming, worker.cut_off, worker.leaving = (ballot, members), cut_off, leaving
+        worker.forming, worker.cut_off = (ballot, members), cut_off
+        worker.leaving = [each for each in reports if each.member in released]
         worker.proposer = source
         self.send_report(worker)
 
@@ -475,6 +482,8 @@ class World:
 
     def fault(self) -> None:
         """Let something go wrong, or somebody come or leave."""
+        if self.linger and self.leave_beside_a_pause():
+            return
         unused = _PARTIAL if self.only_deaths else ()
         kinds = [each for each in _FAULTS if each not in unused]
         if self.only_deaths and not self.is_certain:
@@ -513,6 +522,31 @@ class World:
             case "remove":
                 self.remove_lost(one)
 
+    def leave_beside_a_pause(self) -> bool:
+        """Do the next of these, if it can be: a worker leaves while another one is stopped, which the rest
+        lose; the rest end after a step without it; it goes on.
+        """
+        living = [each for each in self.workers.values() if each.alive]
+        if self.paused is None:
+            leavers = [each for each in living if each.runs and each.core.may_begin and not each.contributed]
+            one, other = self.random.choice(leavers or living), self.random.choice(living)
+            rest = [each for each in living if each.core.view == one.core.view and each not in (one, other)]
+            new = any(each.core.step == agreement.NEW for each in (one, other, *rest))
+            if not leavers or one is other or other.core.view != one.core.view or len(rest) < 3 or new:
+                return False
+            one.core.departing = other.stopped = True
+            self.paused = other
+            for each in rest:
+                if other.number not in each.lost:
+                    self.lose(each, other)
+            return True
+        rest = [each for each in living if each.core.view != self.paused.core.view and not each.core.left]
+        if self.paused.stopped and any(each.core.step > self.paused.core.step for each in rest):
+            for each in rest:
+                self.end(each, goodbye=False)
+            self.continue_(self.paused)
+        return self.random.random() < 0.8
+
     def continue_(self, worker: Worker) -> None:
         worker.stopped = False
         if worker.stopped_long:
@@ -538,6 +572,9 @@ class World:
             self.deliver(*choose.choice(pairs))
         else:
             worker = choose.choice([each for each in running if each.runs])
+            if worker.released and choose.random() < 0.02:
+                self.end(worker, goodbye=True)
+                return True
             what = choose.random()
             if what < 0.1 and not self.is_certain:
                 self.read_log(worker)
@@ -571,6 +608,8 @@ class World:
             worker.core.leaving = worker.core.finishing = False
             if worker.stopped:
                 self.continue_(worker)
+            if worker.released and worker.alive:
+                self.end(worker, goodbye=True)
         goal = max(len(self.truth), 0) + 2
         for turn in range(_SETTLING):
             members = [
@@ -702,6 +741,10 @@ def _anyone_is_a_witness(members: Any, reports: Any) -> bool:
     return _may_go_on(members, [replace(each, dead=dead) for each in reports])
 
 
+def _spare_those_that_leave(self: Any, members: Any, released: Any, reports: Any) -> Any:
+    return self.partners() - set(members) - set(released) - self.dead
+
+
 _install: Final = agreement.Member.install
 _may_go_on: Final = agreement.may_go_on
 _with_witnesses: Final = agreement._may_go_on
@@ -723,6 +766,7 @@ BREAKAGES: Final[dict[str, tuple[Any, str, Any]]] = {
     "a stopped worker is certain of deaths": (agreement.Member, "was_stopped", lambda self: None),
     "a broken replica takes part": (agreement.Proposal, "plan", _plan_of_workers),
     "only one worker founds the job": (agreement, "_founding", lambda report: report),
+    "workers that leave are not cut off": (agreement.Member, "to_cut_off", _spare_those_that_leave),
     "every loss is a certain death": (World, "on_closed", _every_loss_is_certain),
 }
 """Rules that are left out, and what takes their place."""

@@ -78,6 +78,10 @@ class _Step:
     def __init__(self, attempt: Attempt, weight: float) -> None:
         self._attempt, self.weight = attempt, weight
 
+    @property
+    def has_failed(self) -> bool:
+        return self._attempt.has_failed
+
     def start(self, tensor: torch.Tensor, *, blocks: bool = False) -> None:
         self._attempt.start(tensor, blocks=blocks)
 

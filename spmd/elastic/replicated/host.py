@@ -157,13 +157,13 @@ class Host:
             hosts.check()
             found = hosts.survey(self.name, self.description, offer=True)
             ready = [each for each in found.values() if each.ready]
+            if ready:
+                return ready[0].identity
             if self.error is not None:
                 raise ElasticError(
                     f"worker '{self._own_name}' cannot keep a copy of '{self.name}': "
                     f"{type(self.error).__name__}: {self.error}"
                 ) from self.error
-            if ready:
-                return ready[0].identity
             if copy.view is None and not any(each.role == MEMBER for each in found.values()):
                 self._try_to_found(found)
             wait_for_event(Event(), min(deadline, monotonic() + _ASK_SECONDS))

@@ -49,11 +49,12 @@ def train(trained: Any, optimizer: torch.optim.Optimizer, part: Callable[[Tensor
         optimizer.step()
 
 
-def alone() -> dict[str, Tensor]:
-    """What one process makes of the model with the whole batches."""
+def alone() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What one process makes of the model and its optimizer with the whole batches."""
     trained = model()
-    train(trained, adam(trained), lambda whole: whole)
-    return dict(trained.state_dict())
+    optimizer = adam(trained)
+    train(trained, optimizer, lambda whole: whole)
+    return dict(trained.state_dict()), whole_of(get_state_dict(trained, optimizer)[1])
 
 
 def state_of(trained: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -62,8 +63,10 @@ def state_of(trained: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def whole_of(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
+def whole_of(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: whole_of(each) for name, each in state.items()}
+    return state.full_tensor() if isinstance(state, DTensor) else state
 
 
 @not_on_devices("the ranks of these tests compute on the CPU")
@@ -77,7 +80,7 @@ def test_the_wrapper_of_fsdp_trains_like_one_process(worker: Worker, strategy: S
     sharded = wrapper(model(), device_id=device, device_mesh=mesh, sharding_strategy=strategy)
     train(sharded, adam(sharded), lambda whole: whole.chunk(RANKS)[worker.rank])
     with wrapper.summon_full_params(sharded):
-        torch.testing.assert_close(dict(sharded.module.state_dict()), alone())
+        torch.testing.assert_close(dict(sharded.module.state_dict()), alone()[0])
 
 
 @not_on_devices("the ranks of these tests compute on the CPU")
@@ -87,7 +90,7 @@ def test_a_checkpoint_of_a_replicated_and_sharded_model_is_loaded_on_other_meshe
     fully_shard(saved, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     optimizer = adam(saved)
     train(saved, optimizer, lambda whole: whole.chunk(RANKS)[worker.rank])
-    expected = alone()
+    expected, expected_optimizer = alone()
     torch.testing.assert_close(whole_of(saved.state_dict()), expected)
     path = str(worker.folder / "checkpoint")
     dcp.save(
@@ -103,3 +106,6 @@ def test_a_checkpoint_of_a_replicated_and_sharded_model_is_loaded_on_other_meshe
         model_state, optimizer_state = given["model"], given["optimizer"]
         set_state_dict(loaded, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
         torch.testing.assert_close(whole_of(loaded.state_dict()), expected)
+        found = whole_of(get_state_dict(loaded, optimizer)[1])
+        assert found["state"], "the optimizer has no state"
+        torch.testing.assert_close(found["state"], expected_optimizer["state"])

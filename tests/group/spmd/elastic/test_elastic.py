@@ -186,6 +186,58 @@ def test_optimizer_step_that_one_member_leaves_out_ends_the_job_on_all(
         assert re.search(r"in step 5, members have called optimizer.step\(\) \[[01], [01]\] times", text)
 
 
+class Experts(nn.Module):
+    """Three layers, of which each call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1, 1, bias=False).double() for _ in range(3)])
+        for each in self.parameters():
+            nn.init.ones_(each)
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.layers[which](x)  # type: ignore[no-any-return]
+
+
+def use_different_layers(worker: Worker) -> list[float]:
+    """Use the third layer on both members in two steps, then one of the others on each."""
+    init(worker)
+    model = DistributedDataParallel(Experts())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5, weight_decay=0.1)
+    job = join(model=model, optimizer=optimizer, sampler=Sampler(8, 4), min_size=2)
+    rows = []
+    for attempt in job.attempts(until=5):
+        with attempt:
+            # The third one has momentum then. In the first step of a view, newcomers have no samples.
+            which = 2 if attempt.step < 2 else attempt.rank
+            model(torch.full((len(attempt.indices), 1), 1.0 + attempt.rank).double(), which).mean().backward()
+            if attempt.step >= 2:
+                rows.append([None if each.grad is None else each.grad.item() for each in model.parameters()])
+            optimizer.step()
+            if attempt.step == 1:
+                before = weights(model)
+    job.leave()
+    rpc.shutdown()
+    assert rows == [[0.5, 1.0, None]] * 3  # half of each member's mean
+    after = weights(model)
+    assert after[2] == before[2] != 1.0
+    return after.tolist()
+
+
+def test_layers_that_some_members_use_get_the_mean_gradient_and_others_do_not_change(
+    run_workers: RunWorkers,
+) -> None:
+    expected = [nn.Parameter(torch.ones(1).double()) for _ in range(2)]
+    optimizer = torch.optim.SGD(expected, 0.1, momentum=0.5, weight_decay=0.1)
+    for _ in range(3):
+        for each, gradient in zip(expected, (0.5, 1.0), strict=True):
+            each.grad = torch.full((1,), gradient).double()
+        optimizer.step()
+    first, second = run_workers.start(use_different_layers, 2, time_limit=120).results()
+    assert first == second
+    assert first[:2] == pytest.approx([each.item() for each in expected])
+
+
 def test_tensor_that_cannot_be_sent_ends_the_job_at_once(run_workers: RunWorkers) -> None:
     (error,) = run_workers.start(have_a_sparse_buffer, 1, time_limit=60).results()
     assert "takes dense tensors on the CPU" in error

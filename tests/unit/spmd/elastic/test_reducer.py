@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from spmd.elastic.reducer import Reducer
 
@@ -22,8 +24,8 @@ class OneOf(nn.Module):
 class Sum:
     """A sum with another member, which has used some parameters and has gradients of one there."""
 
-    def __init__(self, *used: int, weight: float = 0.5) -> None:
-        self._used, self.weight = used, weight
+    def __init__(self, *used: int, weight: float = 0.5, fails: bool = False) -> None:
+        self._used, self.weight, self.has_failed = used, weight, fails
 
     def start(self, tensor: torch.Tensor, *, blocks: bool = False) -> None:
         parts = torch.split(tensor, [2, 2, 1, 1])  # the gradients, the last parameter's first, and the counts
@@ -87,3 +89,25 @@ def test_gradients_that_were_accumulated_or_written_by_the_program_are_summed() 
     one.grad = torch.full((1, 2), 7.0)  # by the program, after the sum
     reducer.finish()
     assert gradients(model) == [[7.0, 7.0], None]
+
+
+def test_member_without_samples_has_gradients_after_a_sum_that_has_failed() -> None:
+    model = OneOf()
+    reducer = attached(model)
+    reducer.begin(Sum(weight=0.0, fails=True))
+    model(torch.ones(0, 2), 0).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+
+
+def test_sharded_gradient_that_the_program_has_written_is_there_where_its_part_is_zero(
+    mesh: DeviceMesh,
+) -> None:
+    model = nn.ParameterList([nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)])) for _ in "12"])
+    reducer = Reducer(model)
+    reducer.begin(Sum())
+    written, unused = model
+    assert isinstance(written.grad, DTensor)
+    written.grad.copy_(torch.zeros_like(written.grad))  # another worker's part is not zero
+    reducer.finish()
+    assert written.grad is not None
+    assert unused.grad is None

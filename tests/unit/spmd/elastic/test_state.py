@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -54,12 +55,17 @@ def test_learning_rate_that_an_attempt_has_changed_is_put_back_and_not_given_to_
         assert given[name]["param_groups"][0]["params"] == [0, 1]
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("farcall", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, np.random.random_sample, lambda: torch.rand(1).item()],
+    ids=["random", "numpy", "torch"],
+)
+def test_repeated_attempt_draws_the_same_random_numbers(draw: Callable[[], float]) -> None:
+    state = State({})
+    state.keep()
+    drawn = draw()
+    state.put_back()
+    assert draw() == drawn
 
 
 class Interrupted(torch.autograd.Function):

@@ -148,6 +148,25 @@ def test_newcomer_watches_the_others_while_it_loads_the_state(
     assert seen == [{1, 2}]
 
 
+def test_worker_that_could_not_load_a_copy_still_finds_the_object(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = group.add(1), group.add(2)
+    identity = first.enter(monotonic() + TIME_LIMIT)
+    failed = threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise ValueError("cannot be loaded")
+
+    monkeypatch.setattr(Kept, "copied", fail)
+    standby = group.add(3)
+    group.kill(2)
+    assert failed.wait(TIME_LIMIT), "it was not asked"
+    assert names(first) == ["worker1"]  # after the attempt to load the copy
+    assert standby.enter(monotonic() + TIME_LIMIT) == identity
+
+
 def test_founder_that_has_found_no_others_in_time_leaves_the_name_to_others(group: Group) -> None:
     first = group.add(1)
     with pytest.raises(ElasticError, match="only 1 of the 1 workers"):
