@@ -4,7 +4,8 @@ A dead worker may have forked a reference to a living worker that is about to ha
 dropped the dead worker's forks at once, it could free an object that the living worker holds. So the owner
 asks every living worker to cut the dead one off, to discard its unread messages, and to answer when every
 fork that it had already received from the dead worker is settled, that is, counted by the owner or refused.
-After the last answer, no fork that came from the dead worker is unaccounted for, and none can appear later.
+After the last answer, no fork that came from the dead worker is unaccounted for, and none can appear later:
+unless it went to a newcomer that the owner has not met, which is not asked. That fork is refused.
 
 Dead workers are fenced together, never one by one. Suppose that ``u`` forked a reference to ``z``, and ``z``
 to ``v``, all unconfirmed. Then ``v`` has settled what it received from ``u`` (nothing), but its fork is still
