@@ -33,7 +33,7 @@ __all__ = ["STATES", "TOPIC", "FarHosts", "host_key", "ignore"]
 TOPIC: Final = "observe"
 """Topic of control messages: questions for the state of all workers of a host."""
 
-STATES: Final = Kind.EXTENSION + 40
+STATES: Final = Kind.EXTENSION + 31
 """Kind of the answers."""
 
 _MAX_BYTES: Final = 64 << 20
