@@ -30,8 +30,8 @@ including the one whose turn it was.
 repeatedly for a moment, if that was worthwhile recently. Each time that it was not, more of the next waits
 sleep at once (exponential backoff); each short wait, asleep or not, takes back half of that. Between two
 polls the thread yields its core; if it comes back late, other threads need the core, and it stops spinning.
-The agent's next waits sleep at once then, also if what the thread waited for has come meanwhile: the kernel
-wakes a thread that sleeps soon, and lets one that has yielded wait until the others have had their time. The
+If the others took whole time slices, the agent's next waits sleep at once, also if what the thread waited for
+has come meanwhile: the kernel wakes a thread that sleeps soon, and lets one that has yielded wait. The
 number of an agent's threads that spin at a time leaves one core to others. Reading in threads has the
 same backoff: it is not worthwhile if frames for other threads arrive in between, as when a thousand calls are
 in flight.
@@ -71,6 +71,8 @@ _MOMENT_SECONDS: Final = 3e-3
 """Maximum time in seconds that a thread spins; waits up to this long count as short."""
 _LATE_SECONDS: Final = 0.2e-3
 """Delay in seconds after yielding from which on other threads are taken to need the core."""
+_CROWDED_SECONDS: Final = 1.5e-3
+"""Delay in seconds after yielding from which on other threads are taken to compute whole time slices."""
 _NEXT_FRAME_SECONDS: Final = 30e-6
 """Maximum time in seconds that an idle thread polls for a frame that is ``expected``."""
 _SLICE_SECONDS: Final = 0.5
@@ -155,7 +157,7 @@ class Spinners:
     cores.
 
     Attributes:
-        crowded: backoff of all spins, for those in which other threads needed the core.
+        crowded: backoff of all spins, for those in which other threads took whole time slices.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -176,18 +178,17 @@ def spin(poll: Callable[[int], list[Any]], until: float, backoff: Backoff, spinn
         return seen
     me = get_ident()
     spinners.threads[me] = None
-    is_late = False
+    yielded = 0.0
     try:
         before = monotonic()
-        while not seen and before < until and not is_late:
+        while not seen and before < until and yielded <= _LATE_SECONDS:
             _yield()
             seen = poll(0)
             now = monotonic()
-            is_late = now - before > _LATE_SECONDS
-            before = now
+            yielded, before = now - before, now
     finally:
         spinners.threads.pop(me, None)
-    if is_late:
+    if yielded > _CROWDED_SECONDS:
         crowded.failed()
     elif crowded.penalty:
         crowded.paid()

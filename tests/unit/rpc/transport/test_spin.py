@@ -57,7 +57,7 @@ def test_after_a_late_look_the_threads_of_the_agent_look_once(
 ) -> None:
     """Also if it has seen something: it would have been woken sooner."""
     spinners = Spinners(1)
-    spun(Clock(sees_at=sees_at, seconds=0.001), 1.0, monkeypatch, spinners)
+    spun(Clock(sees_at=sees_at, seconds=0.002), 1.0, monkeypatch, spinners)
     looks = []
     for _ in range(5):
         clock = Clock(sees_at=3)
