@@ -23,7 +23,9 @@ def processor_seconds(calls: int) -> float:
     """Of the root's thread in a backward through this many calls with the same argument."""
     x = torch.ones(4, requires_grad=True)
     with dist_autograd.context() as context_id:
-        total = sum(rpc.rpc_sync("worker1", doubled, args=(x,)).sum() for _ in range(calls))
+        total = torch.zeros(())
+        for _ in range(calls):
+            total = total + rpc.rpc_sync("worker1", doubled, args=(x,)).sum()
         begin = time.thread_time()
         dist_autograd.backward(context_id, [total])
         seconds = time.thread_time() - begin
