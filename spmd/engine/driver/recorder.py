@@ -138,7 +138,7 @@ class Recording:
     def operations(self) -> list[tuple[Entry, tuple[int, ...]]]:
         """Each operation's entry, and the numbers of its tensors."""
         begins = [place for place, each in enumerate(self.flat) if isinstance(each, Entry)]
-        ends = [*begins[1:], len(self.flat)]
+        ends = [*begins, len(self.flat)][1:]
         parts: Any = [self.flat[begin:end] for begin, end in zip(begins, ends, strict=True)]
         return [(entry, tuple(refs)) for entry, *refs in parts]
 
