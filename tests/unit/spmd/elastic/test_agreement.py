@@ -18,7 +18,8 @@ from spmd.elastic.agreement import (
     View,
     may_go_on,
 )
-from tests.simulation.elastic import BREAKAGES, find, run
+from tests.simulation.elastic import find, run
+from tests.simulation.elastic_breakages import BREAKAGES
 
 
 def form(members: Sequence[Member], *, completed_by: Sequence[Member] | None = None) -> Installation:
