@@ -216,11 +216,6 @@ class SentMessages:
         payload: Payload = to.codec.dump_tensors(gradients, to, what, as_call=origin.answer)
         return payload
 
-    def load(self, peer: Peer, frame: Frame) -> Sequence[Tensor | None]:
-        """Load the gradients in a message."""
-        tensors: Sequence[Tensor | None] = peer.codec.load_tensors(frame.buffers, peer)
-        return tensors
-
     def abort(self, key: Key, peer: Peer, error: BaseException) -> None:
         """Notify a worker that the backward pass has failed."""
         header = {"abort": [key[1], f"{type(error).__name__}: {text_of(error)}"]}

@@ -41,7 +41,6 @@ __all__ = [
     "empty",
     "give_way",
     "hold_back",
-    "is_running",
     "is_transforming",
     "keeps_graph",
     "prepare",
@@ -134,15 +133,8 @@ def run(
         running.known_as = outer
 
 
-def is_running() -> bool:
-    """Whether this thread is in the middle of a backward pass, distributed or local."""
-    return current_task() != -1
-
-
-def keeps_graph() -> bool:
-    """Whether the graph of this thread's current backward pass can be run again."""
-    return current_task_keeps_graph()
-
+keeps_graph: Final = current_task_keeps_graph
+"""Returns whether the graph of this thread's current backward pass can be run again."""
 
 is_transforming: Final = are_transforms_active
 """Returns whether this thread is inside a transform such as ``vmap``, where our nodes cannot be made."""

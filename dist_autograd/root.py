@@ -24,12 +24,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from dist_autograd import engine
 from dist_autograd.backward_messages import Key, RemotePart, SentMessages, failure_of, given_up
 from dist_autograd.device_threads import refuse_here
 from dist_autograd.graph import Mark
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.recording import Origin
+from dist_autograd.torch_internals import current_task
 from dist_autograd.worker_pass import WorkerPass
 from rpc.errors import AutogradError, ProtocolError, RpcError
 from rpc.group.peer import Peer
@@ -86,7 +86,6 @@ class Root:
         self.key = key
         self.own = own
         self.peer = me
-        self.load = messages.load
         self._messages = messages
         self._find = find
         self._steps = steps
@@ -104,7 +103,7 @@ class Root:
 
     def run(self, roots: Sequence[Tensor]) -> None:
         """Run the backward pass; raises the error that ended it."""
-        nested = engine.is_running()
+        nested = current_task() != -1
         if nested:
             refuse_here()
         try:

@@ -4,7 +4,13 @@ The marks tell which tensors, sent from here, will get a gradient. If the graphs
 node in common, each is run separately as soon as its gradients are there. If they meet, one run of the engine
 must cover them all, or nodes would run twice and hooks would see a part of a sum.
 
-In such a run each message has a *ticket*, a node that waits for its gradients (``tickets.py``).
+In such a run each message has a *ticket*, a node that waits until the gradients of that message are there,
+and behind which its leaves and send nodes are. Tickets are chained, so that only one is ready at any time,
+that of the newest message; all other nodes that are ready run before it. So when it waits, everything that
+can run has run.
+There is no deadlock: a gradient that is on its way to a message depends only on nodes that were made after
+the message was sent. So the run that waits for the newest message of all, on whichever worker, can always
+continue. ``await_gradients`` checks this.
 
 A pass knows the graph and the engine. It reaches other workers only through ``Links``.
 """
@@ -20,6 +26,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
@@ -30,7 +37,6 @@ from dist_autograd.graph import ROOTS, Leaf, Mark, Reach
 from dist_autograd.leaves import gradients_of_leaves, owned
 from dist_autograd.progress import Event, Progress
 from dist_autograd.recording import RECV_NODE, Origin, Sent, anchor, computed_from
-from dist_autograd.tickets import new_ticket
 from rpc.errors import AutogradError, ProtocolError, RpcError
 from rpc.group.peer import Peer
 from rpc.runtime import spans
@@ -49,9 +55,6 @@ class Links(Protocol):
 
     def post(self, origin: Origin, gradients: Sequence[Tensor | None]) -> None:
         """Send the gradients of a message's tensors to their sender."""
-
-    def load(self, peer: Peer, frame: Frame) -> Sequence[Tensor | None]:
-        """Load the gradients in a message that ``arrived``."""
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Block until ``ready`` may have become true, or the backward pass has failed."""
@@ -338,7 +341,8 @@ class WorkerPass:
         return [gradients[index] if sent.nodes[index] is None else nothing for index in indices]
 
     def _take_gradients(self, sent: Sent) -> None:
-        gradients = self._links.load(*self._arrived.pop(sent.number))
+        sender, frame = self._arrived.pop(sent.number)
+        gradients = sender.codec.load_tensors(frame.buffers, sender)
         if len(gradients) != len(sent.ends):
             raise AutogradError(
                 f"worker '{sent.to.name}' sent {len(gradients)} gradients for {len(sent.ends)} tensors"
@@ -419,3 +423,21 @@ def _end(leaf: Leaf) -> Tensor:
     """Return where a run ends at a leaf without a node; nothing reaches one that was frozen since."""
     tensor: Tensor = leaf.tensor
     return tensor if tensor.requires_grad else anchor()
+
+
+class Ticket(Function):
+    """Waits for the gradients of one message; then its leaves have them, and its send nodes can run."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Sent, indices: Sequence[int], previous: Tensor, *ends: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.sent, ctx.indices = sent, indices
+        return engine.empty()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients = engine.running.known_as.await_gradients(ctx.sent, ctx.indices)
+        return (None, None, engine.empty(), *gradients)
+
+
+new_ticket: Final[Callable[..., Tensor]] = engine.directly(Ticket)

@@ -93,7 +93,7 @@ WAITS: Final = (
     ),
     Deletion(
         "gradients that are held back wait for the device's thread",
-        "dist_autograd/participant.py",
+        "dist_autograd/backwards.py",
         "work.join(gradients)",
         tests="test_gradients",
     ),
