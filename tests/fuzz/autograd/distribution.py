@@ -6,7 +6,6 @@ that leads the test calls.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,6 @@ import dist_autograd
 import rpc
 from dist_autograd.installation import autograd
 from dist_optim import DistributedOptimizer
-from rpc.errors import WorkerLostError
 from tests.fuzz.autograd.interpretation import (
     Calls,
     Future,
@@ -67,8 +65,7 @@ def run_over_workers(
         runs = rpc.rpc_sync(name_of(program.driver), drive, args=(program.seed,), timeout=timeout)
     finally:
         for worker in range(program.workers):
-            with contextlib.suppress(WorkerLostError):  # one that was to die
-                shared.update(rpc.rpc_sync(name_of(worker), forget, args=(program.seed,)))
+            shared.update(rpc.rpc_sync(name_of(worker), forget, args=(program.seed,)))
     return runs, shared
 
 

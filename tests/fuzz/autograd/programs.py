@@ -1,9 +1,8 @@
 """Random programs, run over workers and compared with the same in one process.
 
 ``python -m tests.fuzz.autograd.programs --count 1000`` runs a thousand. ``--seed 17 --count 1`` runs a
-single one, ``--show`` prints it. With ``--faults errors`` a hook or custom function raises in each, with
-``--faults deaths`` a worker dies. With ``--mode`` tensors are on devices of the workers. Exits with 1 if any
-went wrong.
+single one, ``--show`` prints it. With ``--errors`` a hook or custom function raises in each. With ``--mode``
+tensors are on devices of the workers. Exits with 1 if any went wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.fuzz.autograd.faults import lead_through_a_death, lead_through_errors
+from tests.fuzz.autograd.faults import lead_through_errors
 from tests.fuzz.autograd.generation import generate
 from tests.fuzz.autograd.links import Link, by_link, link_of
 from tests.fuzz.autograd.places import settle
@@ -66,22 +65,11 @@ def outcomes_with_errors(run_workers: RunWorkers, seeds: Sequence[int]) -> Itera
         def first(worker: Worker, link: Link = link, some: Sequence[int] = some) -> None:
             lead_through_errors(worker, link, some)
 
-        workers = run_workers.start([first, *_serving(link, WORKERS - 1)], time_limit=PATIENCE)
+        others = [functools.partial(serve, **link.options)] * (WORKERS - 1)
+        workers = run_workers.start([first, *others], time_limit=PATIENCE)
         for _ in some:
             workers.restart_clock()
             yield workers[0].wait_for("outcome")
-        workers.results()
-
-
-def outcomes_with_deaths(run_workers: RunWorkers, seeds: Sequence[int]) -> Iterator[Outcome]:
-    """In each program a worker dies; see ``faults``."""
-    for seed in seeds:
-
-        def last(worker: Worker, seed: int = seed) -> None:
-            lead_through_a_death(worker, link_of(seed), seed)
-
-        workers = run_workers.start([*_serving(link_of(seed), WORKERS), last], time_limit=PATIENCE)
-        yield workers[WORKERS].wait_for("outcome")
         workers.results()
 
 
@@ -95,16 +83,12 @@ def _tasks(link: Link, seeds: Sequence[int], at_once: int, mode: str | None) -> 
     return [first, *[other] * (WORKERS - 1)]
 
 
-def _serving(link: Link, count: int) -> list[Task]:
-    return [functools.partial(serve, **link.options)] * count
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser("python -m tests.fuzz.autograd.programs", description=__doc__)
     parser.add_argument("--count", type=int, default=1000, help="how many programs (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
-    parser.add_argument("--faults", choices=("errors", "deaths"), help="what is to go wrong in each program")
+    parser.add_argument("--errors", action="store_true", help="an error is raised in each program")
     parser.add_argument("--at-once", type=int, default=1, help="how many at the same time (default: 1)")
     parser.add_argument(
         "--mode", choices=("eager", "random", "lazy"), help="tensors are on devices, whose streams run so"
@@ -119,13 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="programs-") as folder:
             runner = RunWorkers(server, Path(folder))
-            match options.faults:
-                case "errors":
-                    running = outcomes_with_errors(runner, seeds)
-                case "deaths":
-                    running = outcomes_with_deaths(runner, seeds)
-                case _:
-                    running = outcomes(runner, seeds, options.at_once, options.mode)
+            if options.errors:
+                running = outcomes_with_errors(runner, seeds)
+            else:
+                running = outcomes(runner, seeds, options.at_once, options.mode)
             wrong = _show_all(running, seeds)
             runner.close()
     finally:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,7 +14,6 @@ import rpc
 from rpc.errors import RpcTimeoutError
 from tests.fuzz.autograd.distribution import dismiss, introduce, leftovers, name_of, run_over_workers
 from tests.fuzz.autograd.generation import generate
-from tests.fuzz.autograd.interpretation import Strike
 from tests.fuzz.autograd.links import Link
 from tests.fuzz.autograd.observations import is_exact, mismatches
 from tests.fuzz.autograd.places import settle
@@ -76,21 +75,14 @@ def lead(worker: Worker, link: Link, seeds: Sequence[int], at_once: int = 1, mod
         assert leftovers(range(worker.world_size)) == []
 
 
-def check(
-    program: Program, time_limit: float = TIME_LIMIT, strikes: Mapping[int, Strike] | None = None
-) -> Outcome:
-    """Runs a program both ways and compares.
-
-    Args:
-        time_limit: seconds after which it hangs.
-        strikes: by worker, what is to go wrong there.
-    """
+def check(program: Program) -> Outcome:
+    """Runs a program both ways and compares."""
     expected, expected_shared = run_in_one_process(program)
     exact = is_exact(expected) and is_exact(expected_shared)
     started = time.perf_counter()
     problems, hung = [], False
     try:
-        runs, shared = run_over_workers(program, time_limit, strikes)
+        runs, shared = run_over_workers(program, TIME_LIMIT)
     except RpcTimeoutError:
         problems, hung = [f"it hangs; stacks of all threads:\n{stacks_of_all(program.workers)}"], True
     except Exception:
@@ -113,12 +105,10 @@ def check(
     )
 
 
-def stacks_of_all(workers: int, without: int | None = None) -> str:
+def stacks_of_all(workers: int) -> str:
     """Where every thread of every worker is, for a program that hangs."""
     return "\n".join(
-        f"{name_of(worker)}:\n{rpc.rpc_sync(name_of(worker), stacks)}"
-        for worker in range(workers)
-        if worker != without
+        f"{name_of(worker)}:\n{rpc.rpc_sync(name_of(worker), stacks)}" for worker in range(workers)
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.autograd.programs import outcomes
+from tests.fuzz.autograd.programs import outcomes, outcomes_with_errors
 from tests.fuzz.autograd.session import QUICK_SEEDS
 from tests.support.devices import device_kind
 from tests.support.workers import RunWorkers
@@ -31,6 +31,13 @@ def test_random_programs_match_the_same_in_one_process(run_workers: RunWorkers) 
     assert not problems, "\n".join(problems)
     assert sorted(outcome.seed for outcome in done) == list(QUICK_SEEDS)
     assert sum(outcome.arrivals for outcome in done) > 100
+
+
+def test_an_error_in_a_backward_comes_out_and_leaves_nothing_behind(run_workers: RunWorkers) -> None:
+    done = list(outcomes_with_errors(run_workers, range(20)))
+    problems = [problem for outcome in done for problem in outcome.problems]
+    assert not problems, "\n".join(problems)
+    assert len(done) == 20
 
 
 @pytest.mark.nightly

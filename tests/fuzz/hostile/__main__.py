@@ -8,7 +8,7 @@
 One process runs mutated inputs through the pure parts, by turns, and keeps those that reach new lines; the
 rest of the time it sends mutated connections to a real agent, in its own process. It fails if anything
 raises what it should not, hangs, takes more memory than its limits, or breaks a rule. What fails is added to
-``tests/fuzz/corpus``; ``--keep`` adds few inputs that reach all that was reached, too.
+``tests/fuzz/corpus``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from tests.fuzz.hostile.mutation import packed
 
 TURN_SECONDS = 2.0
 FLOOD_SECONDS = 20.0
-LONGEST_KEPT = 2048
-"""Bytes of an input that is kept in the repository."""
 
 
-def fuzz_cores(names: Sequence[str], seconds: float, seed: int, keep: bool) -> list[Failure]:
+def fuzz_cores(names: Sequence[str], seconds: float, seed: int) -> list[Failure]:
     """Run campaigns for the pure parts, by turns; prints what they came to."""
     campaigns = [Campaign(target, seed) for target in TARGETS if target.name in names]
     begun = {campaign.target.name: len(campaign.known) for campaign in campaigns}
@@ -47,8 +45,6 @@ def fuzz_cores(names: Sequence[str], seconds: float, seed: int, keep: bool) -> l
             f"({begun[name]} by what was known), {len(campaign.failures)} failures",
             flush=True,
         )
-        if keep:
-            corpus.add_inputs(name, [each for each in campaign.smallest() if len(each) <= LONGEST_KEPT])
     return [failure for campaign in campaigns for failure in campaign.failures.values()]
 
 
@@ -104,9 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seed", type=int, default=int(time.time()), help="of what is mutated (default: the time)"
     )
     parser.add_argument("--only", nargs="+", choices=[*names, members.NAME], help="which parts")
-    parser.add_argument(
-        "--keep", action="store_true", help="add inputs that reach something new to the corpus"
-    )
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     print(f"seed {options.seed}", flush=True)
@@ -114,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cores = [name for name in only if name != members.NAME]
     seconds = 60 * options.minutes
     share = 0.0 if not cores else 1.0 if members.NAME not in only else 0.6
-    failures = fuzz_cores(cores, share * seconds, options.seed, options.keep) if cores else []
+    failures = fuzz_cores(cores, share * seconds, options.seed) if cores else []
     if members.NAME in only:
         failures += fuzz_agent((1 - share) * seconds, options.seed)
     for failure in failures:

@@ -157,22 +157,3 @@ class Campaign:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.run_new(50)
-
-    def smallest(self) -> list[bytes]:
-        """Few and small inputs that together reach all that was reached."""
-        reached: list[tuple[bytes, set[Step]]] = []
-        for data in self.kept:
-            coverage = _Coverage()
-            with coverage:
-                outcome(self.target, data)
-            reached.append((data, coverage.steps))
-        reached.sort(key=lambda each: len(each[0]))
-        chosen: list[bytes] = []
-        left = set().union(*(steps for _, steps in reached))
-        while left:
-            data, steps = max(reached, key=lambda each: len(each[1] & left) / (20 + len(each[0])))
-            if not steps & left:
-                break
-            chosen.append(data)
-            left -= steps
-        return chosen
