@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,11 +63,3 @@ def growth(train_more: int, **options: bool) -> list[float]:
 @in_standing_group()
 def test_memory_stays_where_it_is(backward: bool) -> None:
     assert max(growth(CONTEXTS, backward=backward)) < 16
-
-
-@in_standing_group()
-def test_threads_have_contexts_of_their_own() -> None:
-    with ThreadPoolExecutor(8) as threads:
-        for done in [threads.submit(train, 30) for _ in range(8)]:
-            done.result()
-    assert leftovers(range(2)) == []

@@ -1,4 +1,6 @@
-"""Models to train: one spread over workers, beside the same in one process; and one that shares a weight."""
+"""Models to train: one spread over workers, beside the same in one process; and one that shares a weight.
+Optimizers that fail or wait.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import rpc
 from dist_optim import DistributedOptimizer
 from rref import RemoteModule
 from tests.support.default_device import placed
+from tests.support.serving import wait_at_gate
 
 PLACES = ("worker1", "worker2", "worker1")
 """Where the layers of a ``Spread`` live, in most tests."""
@@ -112,3 +115,19 @@ class Tied(nn.Module):
 
 def look_at_grad(model: rpc.RRef[nn.Module]) -> list[Tensor | None]:
     return [parameter.grad for parameter in model.local_value().parameters()]
+
+
+class FailsOnWorker1(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if rpc.get_worker_info().name == "worker1":
+            raise ArithmeticError("no step here")
+        super().step(closure)
+
+
+class Held(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        wait_at_gate()
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", ()))

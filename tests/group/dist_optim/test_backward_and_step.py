@@ -17,7 +17,7 @@ from dist_optim import DistributedOptimizer
 from rpc import events
 from rpc.errors import AutogradError, BackwardError, WorkerLostError
 from rref import RemoteModule
-from tests.group.dist_optim.models import PLACES, Spread, batches
+from tests.group.dist_optim.models import PLACES, FailsOnWorker1, Held, Spread, batches, notes_of
 from tests.support.default_device import placed
 from tests.support.serving import (
     in_group,
@@ -34,10 +34,6 @@ from tests.support.workers import RunWorkers, Worker
 EVERYWHERE = ("worker1", "worker2", "worker0")
 
 
-def notes_of(error: BaseException) -> str:
-    return "\n".join(getattr(error, "__notes__", ()))
-
-
 def changed(before: list[Tensor], after: list[Tensor]) -> list[bool]:
     return [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
 
@@ -52,18 +48,6 @@ def test_it_trains_as_backward_and_step_do(places: tuple[str, ...]) -> None:
             optimizer.backward_and_step(context_id, [model.loss(batch)])
     model.train(optimizer, inputs[2:])
     model.train_local(optim.Adam(model.local.parameters(), lr=0.01), inputs)
-    model.check_same()
-
-
-@in_standing_group(world_size=3)
-def test_gradients_of_earlier_backwards_in_the_context_count_too() -> None:
-    model, (first, second) = Spread(*PLACES), batches(2)
-    optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.05)
-    with dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, [model.loss(first)])
-        optimizer.backward_and_step(context_id, [model.loss(second)])
-    torch.autograd.backward([model.local_loss(first), model.local_loss(second)])
-    optim.SGD(model.local.parameters(), lr=0.05).step()
     model.check_same()
 
 
@@ -117,26 +101,6 @@ def test_it_sends_no_message_beside_those_of_the_backward() -> None:
     assert together["worker1"] == backward["worker1"] == 1
 
 
-def loss_there(modules: list[RemoteModule], inputs: Tensor) -> Tensor:
-    """The loss of a ``Spread``, computed by calls that this worker makes."""
-    outputs = inputs
-    for module in modules:
-        outputs = module(outputs).tanh()
-    return outputs.square().sum()
-
-
-@in_standing_group(world_size=3)
-def test_owners_step_whom_another_worker_has_called() -> None:
-    model, inputs = Spread(*PLACES), batches(2)
-    optimizer = DistributedOptimizer(optim.SGD, model.references(), lr=0.05)
-    for batch in inputs:
-        with dist_autograd.context() as context_id:
-            loss = rpc.rpc_sync("worker1", loss_there, args=(model.remote, batch))
-            optimizer.backward_and_step(context_id, [loss + 0])
-    model.train_local(optim.SGD(model.local.parameters(), lr=0.05), inputs)
-    model.check_same()
-
-
 class WaitsInBackward(nn.Linear):
     """Its backward waits at the gate."""
 
@@ -164,13 +128,6 @@ def test_an_owner_steps_while_another_computes_its_gradients() -> None:
     with dist_autograd.context() as context_id:
         optimizer.backward_and_step(context_id, [second(first(torch.ones(1, 4))).sum()])
     other.wait()
-
-
-class FailsOnWorker1(optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if rpc.get_worker_info().name == "worker1":
-            raise ArithmeticError("no step here")
-        super().step(closure)
 
 
 @in_standing_group(world_size=3)
@@ -236,11 +193,6 @@ def test_wrong_arguments_are_refused() -> None:
         optimizer.backward_and_step(context_id, root)
     with pytest.raises(AutogradError, match=f"context with id: {context_id}"):
         optimizer.backward_and_step(context_id, [torch.ones(1)])
-
-
-class Held(optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        wait_at_gate()
 
 
 def lose_the_owner_that_steps(worker: Worker) -> None:

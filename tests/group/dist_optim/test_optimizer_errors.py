@@ -13,8 +13,16 @@ import dist_autograd
 import rpc
 from dist_optim import DistributedOptimizer
 from rpc.errors import AutogradError, RRefError, WorkerLostError
-from tests.group.dist_optim.models import PLACES, Spread, batches, look_at_grad
-from tests.support.serving import in_group, in_standing_group, in_worker0, open_gate, serve, wait_at_gate
+from tests.group.dist_optim.models import (
+    PLACES,
+    FailsOnWorker1,
+    Held,
+    Spread,
+    batches,
+    look_at_grad,
+    notes_of,
+)
+from tests.support.serving import in_group, in_standing_group, in_worker0, open_gate, serve
 from tests.support.workers import RunWorkers, Worker
 
 
@@ -22,17 +30,6 @@ class FailsToBegin(optim.SGD):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         raise ArithmeticError("no beginning")
-
-
-class FailsOnWorker1(optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if rpc.get_worker_info().name == "worker1":
-            raise ArithmeticError("no step here")
-        super().step(closure)
-
-
-def notes_of(error: BaseException) -> str:
-    return "\n".join(error.__notes__)
 
 
 @in_worker0(world_size=3)
@@ -135,11 +132,6 @@ def test_wrong_arguments_are_refused_with_what_is_wrong() -> None:
         for unknown in (over, 12345):
             with pytest.raises(AutogradError, match=f"autograd context with id: {unknown}"):
                 attempt(unknown)
-
-
-class Held(optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        wait_at_gate()
 
 
 def step_with_a_lost_owner(worker: Worker) -> None:
