@@ -243,7 +243,8 @@ class ReferenceServer:
             if error is not None:
                 self._answers.fail(peer, frame.call_id, error)
             elif peer.is_self or isinstance(request.recording, Observation):
-                self._answers.reply(peer, frame.call_id, None, None, _without_tensors(request.recording))
+                observed = request.recording if isinstance(request.recording, Observation) else None
+                self._answers.reply(peer, frame.call_id, None, None, observed)  # no value, and so no tensors
             else:
                 self._delayed.add(peer, frame.call_id)
             del content
@@ -346,11 +347,6 @@ class ReferenceServer:
                 turns.leave()
 
         self._run(request, value, answer)
-
-
-def _without_tensors(recording: Recording | Observation | None) -> Observation | None:
-    """Return the recording for the answer to a creation, which carries no value and so no tensors."""
-    return recording if isinstance(recording, Observation) else None
 
 
 def _target(frame: Frame) -> RRefId:

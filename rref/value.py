@@ -47,16 +47,19 @@ class Value:
     Attributes:
         turns: as given.
         creation: the creator, and the id of its call; None if the object was not created by a call.
+        is_ready: whether the object is set, or creating it failed.
+        content: the object, which may still be being computed; see ``get``.
+        error: the error of creating the object, or None.
     """
 
-    __slots__ = ("_content", "_error", "_made", "_parked", "_ready", "_waiting", "creation", "turns")
+    __slots__ = ("_made", "_parked", "_waiting", "content", "creation", "error", "is_ready", "turns")
 
     def __init__(self, turns: Turns | None = None) -> None:
         self.turns = turns
         self.creation: tuple[Peer, int] | None = None
-        self._ready = False
-        self._content: Any = None
-        self._error: BaseException | None = None
+        self.is_ready = False
+        self.content: Any = None
+        self.error: BaseException | None = None
         self._made: Work | None = None
         self._waiting: list[Callable[[], object]] = []
         self._parked: list[Fetch] = []
@@ -65,29 +68,14 @@ class Value:
     def of(cls, content: Any, made: Work | None = None) -> Value:
         """Return a value that is set already; ``made`` is as for ``set``."""
         value = cls()
-        value._content, value._made = content, made
-        value._ready = True
+        value.content, value._made = content, made
+        value.is_ready = True
         return value
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the object is set, or creating it failed."""
-        return self._ready
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of creating the object, or None."""
-        return self._error
-
-    @property
-    def content(self) -> Any:
-        """The object, which may still be being computed; see ``get``."""
-        return self._content
 
     @property
     def type_name(self) -> str:
         """The object's type, of a tensor with dtype and shape; "" until it is made."""
-        content = self._content
+        content = self.content
         if content is None:
             return ""
         if type(content) is torch.Tensor:
@@ -97,7 +85,7 @@ class Value:
     @property
     def tensor_bytes(self) -> int:
         """The size in bytes of the object, if it is a tensor; otherwise 0."""
-        content = self._content
+        content = self.content
         return content.numel() * content.element_size() if type(content) is torch.Tensor else 0
 
     def set(self, content: Any, made: Work | None = None) -> list[Fetch]:
@@ -115,10 +103,10 @@ class Value:
         return self._finish(None, to_keep(error))
 
     def _finish(self, content: Any, error: BaseException | None) -> list[Fetch]:
-        if self._ready:  # it was failed when this worker left
+        if self.is_ready:  # it was failed when this worker left
             return []
-        self._content, self._error = content, error
-        self._ready = True
+        self.content, self.error = content, error
+        self.is_ready = True
         if self.turns is not None:
             self.turns.open()
         for callback in _taken(self._waiting):
@@ -128,22 +116,22 @@ class Value:
     def park(self, fetch: Fetch) -> bool:
         """Leave a fetch to the thread that creates the object; false if it is there, or has failed."""
         self._parked.append(fetch)
-        return not (self._ready and _took_back(self._parked, fetch))
+        return not (self.is_ready and _took_back(self._parked, fetch))
 
     def when_ready(self, callback: Callable[[], object]) -> bool:
         """Return whether the object is there or has failed; if not, ``callback`` is called once it is."""
         self._waiting.append(callback)
-        return self._ready and _took_back(self._waiting, callback)
+        return self.is_ready and _took_back(self._waiting, callback)
 
     def get(self) -> Any:
         """Return the object, or raise the error of creating it. Only once it ``is_ready``. What this thread
         does later waits for the work that produces it.
         """
-        if self._error is not None:
-            raise twin(self._error)  # a copy: frames that it passes may hold the reference
+        if self.error is not None:
+            raise twin(self.error)  # a copy: frames that it passes may hold the reference
         if self._made is not None:
-            self._made.join(self._content)
-        return self._content
+            self._made.join(self.content)
+        return self.content
 
     def wait(self, timeout: float, what: str) -> Any:
         """Wait for the object and return it.
@@ -157,7 +145,7 @@ class Value:
             RemoteError: creating it raised something other than an ``Exception``.
             Exception: the error of creating it.
         """
-        if not self._ready:
+        if not self.is_ready:
             check_may_block()
             done = threading.Lock()
             done.acquire()
@@ -166,10 +154,10 @@ class Value:
             if not ready and not wait_for(done, began + timeout if timeout else INFINITE):
                 waited = (time.monotonic() - began) * 1000
                 raise RpcTimeoutError(f"RPC ran for more than its timeout: {what}, waited {waited:.0f} ms")
-        if self._error is not None and not isinstance(self._error, Exception):
+        if self.error is not None and not isinstance(self.error, Exception):
             # It was meant for the thread that created the object, and must not end this one.
-            kind, said = type(self._error).__name__, text_of(self._error)
-            raise RemoteError(f"making the object raised {kind}: {said}", kind) from self._error
+            kind, said = type(self.error).__name__, text_of(self.error)
+            raise RemoteError(f"making the object raised {kind}: {said}", kind) from self.error
         return self.get()
 
 

@@ -1,8 +1,8 @@
 """The reference protocol: which workers hold a reference to an object, and when the object is freed.
 
 This is a pure state machine: it does no I/O, starts no thread, reads no clock and has no global state. This
-file has the theory and the interface for the shell; ``user``, ``owner``, ``fence`` and ``revoked`` implement
-the rules, ``messages`` and ``peers`` the vocabulary.
+file has the theory and the interface for the shell; ``user``, ``owner`` and ``fence`` implement the rules,
+``messages`` and ``peers`` the vocabulary.
 
 Theory of operation
 ===================
@@ -96,7 +96,6 @@ from rref.protocol.messages import (
 )
 from rref.protocol.owner import ObjectState, Owner
 from rref.protocol.peers import Peers
-from rref.protocol.revoked import Revoked
 from rref.protocol.user import Users
 
 __all__ = ["Protocol"]
@@ -133,7 +132,7 @@ class Protocol:
         """Actions that the shell has yet to perform; see ``take_actions``."""
         self._owner = Owner(self._peers)
         self._users = Users(self._peers)
-        self._revoked = Revoked()
+        self._revoked = _Revoked()
 
     def take_actions(self) -> list[Action]:
         """Return the actions that the shell must perform, in order, and forget them."""
@@ -172,7 +171,7 @@ class Protocol:
             case "bereaved", (dead,):
                 owner.fences.bereaved(peer, dead)
             case "fence", (dead, reason):
-                users.on_fence(peer, dead, reason)
+                users.answers.asked(peer, dead, reason)
             case "fenced", (dead,):
                 owner.fences.answered(peer, dead)
             case "cleared", (dead,):
@@ -375,3 +374,34 @@ class Protocol:
         if peer not in self._peers.living:
             self.peer_joined(peer)
         return False
+
+
+class _Revoked:
+    """Forks that may still be on their way here, and must not be taken when they arrive. An entry that two
+    sweeps have seen is forgotten.
+    """
+
+    __slots__ = ("_forks",)
+
+    def __init__(self) -> None:
+        self._forks: dict[ForkId, tuple[str, bool]] = {}  # reason, and whether a sweep has seen it
+
+    def __len__(self) -> int:
+        return len(self._forks)
+
+    def add(self, fork: ForkId, reason: str) -> None:
+        """Revoke ``fork``."""
+        self._forks[fork] = (reason, False)
+
+    def pop(self, fork: ForkId) -> str | None:
+        """``fork`` has arrived: return why it must not be taken, or None if it may be."""
+        found = self._forks.pop(fork, None)
+        return None if found is None else found[0]
+
+    def lost(self, peer: Peer) -> None:
+        """Forget the forks of ``peer``, which is dead: nothing more will come from it."""
+        self._forks = {fork: entry for fork, entry in self._forks.items() if fork[0] != peer}
+
+    def sweep(self) -> None:
+        """Forget the entries that the last sweep saw already."""
+        self._forks = {fork: (reason, True) for fork, (reason, seen) in self._forks.items() if not seen}

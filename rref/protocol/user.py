@@ -118,11 +118,11 @@ class _Child(NamedTuple):
 class Users:
     """All forks that this worker holds of other workers' objects, and their children."""
 
-    __slots__ = ("_answers", "_children", "_created", "_forks", "_peers", "_refs", "_shared")
+    __slots__ = ("_children", "_created", "_forks", "_peers", "_refs", "_shared", "answers")
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._answers = FenceAnswers(peers, self._unsettled)
+        self.answers = FenceAnswers(peers, self._unsettled)
         self._forks: dict[ForkId, _Fork] = {}
         self._refs: dict[Ref, _Fork] = {}
         self._shared: dict[RRefId, _Fork] = {}  # a confirmed fork of each object, which others can join
@@ -131,10 +131,6 @@ class Users:
 
     def __contains__(self, ref: Ref) -> bool:
         return ref in self._refs
-
-    def knows(self, fork: ForkId) -> bool:
-        """Whether ``fork`` is remembered here, held or not."""
-        return fork in self._forks or fork in self._refs
 
     # Creating references
 
@@ -165,7 +161,7 @@ class Users:
     def adopt(self, descriptor: Descriptor, sender: Peer, why_not: str | None) -> None:
         """Add a fork from a message; ``why_not`` is the reason why it must not be taken, if any."""
         owner, rref, fork = descriptor
-        if self.knows(fork):
+        if fork in self._forks or fork in self._refs:
             raise ProtocolError(f"fork {fork} of reference {rref} came twice")
         if sender == self._peers.me:
             self._adopt_own(descriptor)
@@ -232,7 +228,7 @@ class Users:
             self._fail(user, reason)
         for owner in {child.parent.owner for child in self._children.values() if child.to == peer}:
             self._peers.send(owner, ["bereaved", peer])
-        self._answers.lost(peer)
+        self.answers.lost(peer)
 
     # Messages
 
@@ -260,10 +256,6 @@ class Users:
         if child is not None and child.to == peer:
             self._clear(fork)
 
-    def on_fence(self, peer: Peer, dead: Peer, reason: str) -> None:
-        """An owner reports that ``dead`` is dead."""
-        self._answers.asked(peer, dead, reason)
-
     def on_cleared(self, peer: Peer, dead: Peer) -> None:
         """No fork from ``dead`` is unsettled anywhere: children that were there need no parent."""
         for fork, (parent, to) in list(self._children.items()):
@@ -288,7 +280,7 @@ class Users:
             "users": len(self._forks),
             "pending_users": sum(user.state in _UNANSWERED for user in self._forks.values()),
             "children": len(self._children),
-            "fence_answers": len(self._answers),
+            "fence_answers": len(self.answers),
         }
 
     # The machine
@@ -348,7 +340,7 @@ class Users:
     def _settled(self, user: _Fork) -> None:
         if user.sender is not None:
             self._peers.send(user.sender, ["accepted", user.fork])
-            self._answers.settled(user.owner, user.sender, user.fork)
+            self.answers.settled(user.owner, user.sender, user.fork)
 
     def _unshare(self, user: _Fork) -> None:
         if self._shared.get(user.rref) is user:

@@ -59,7 +59,7 @@ WAITS: Final = (
         "following._ready = Ready.with_tensors_in(value, self._devices, self._updates)",
         tests="test_streams_wait_for_tensors_that",
     ),
-    Deletion("a reference's value joins", "rref/value.py", "self._made.join(self._content)"),
+    Deletion("a reference's value joins", "rref/value.py", "self._made.join(self.content)"),
     Deletion(
         "a reference's value waits for what other requests did to it",
         "rpc/devices/streams.py",
