@@ -22,7 +22,37 @@ import msgpack
 
 from rref.protocol.machine import Protocol
 from rref.protocol.messages import Confirmed, Descriptor, Failed, Fence, Free, Peer, Ref, RRefId, Send, State
-from tests.unit.rref.protocol.networks import Network, Violation
+
+
+class Violation(AssertionError):
+    """The protocol broke a promise."""
+
+
+class Network:
+    """Control messages on their way: each arrives once, in whatever order the driver likes. That it is so even
+    if connections break is for sessions and their tests.
+    """
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[Peer, Peer, Any]] = []
+
+    def post(self, src: Peer, dst: Peer, message: Any) -> None:
+        self.posted.append((src, dst, msgpack.unpackb(msgpack.packb(message))))
+
+    def deliver(self, to: Simulation, index: int) -> None:
+        """The message at ``index`` arrives."""
+        to.receive(*self.posted.pop(index))
+
+    def cut(self, src: Peer, dst: Peer) -> None:
+        """What is on its way from ``src`` to ``dst`` is lost for ever: one of them is dead."""
+        self.posted = [each for each in self.posted if each[:2] != (src, dst)]
+
+    def deliver_all(self, to: Simulation) -> bool:
+        """Deliver what there is; false if there was nothing."""
+        any_posted = bool(self.posted)
+        while self.posted:
+            self.deliver(to, 0)
+        return any_posted
 
 
 @dataclass

@@ -24,14 +24,6 @@ def test_created_used_and_dropped_takes_one_message() -> None:
     group.assert_nothing_left()
 
 
-def test_creator_is_told_when_the_owner_has_answered() -> None:
-    user = Protocol(2)
-    rref, ref = user.create(1)
-    user.created(1, rref, ref)
-    user.created(1, rref, ref)
-    assert user.take_actions() == [Confirmed(ref)]
-
-
 # A confirmation before its creation, a delete before both
 
 
@@ -77,17 +69,6 @@ def test_a_creator_that_knows_nothing_of_an_object_says_so_and_references_to_it_
     assert not any(owner.counts().values())
 
 
-def test_a_creator_whose_creation_is_under_way_or_was_answered_denies_nothing() -> None:
-    owner, creator = Protocol(1), Protocol(2)
-    rref, fork = creator.create(1)
-    creator.receive(1, ["wanted", list(rref)])
-    assert owner.arrived(rref, fork, creator=2)
-    owner.finished(rref)
-    creator.created(1, rref, fork)
-    creator.receive(1, ["wanted", list(rref)])
-    assert creator.take_actions() == [Confirmed(fork)]
-
-
 def test_a_denial_that_comes_after_the_creation_changes_nothing() -> None:
     owner = Protocol(1)
     owner.receive(3, ["confirm", [2, 1], [3, 7]])
@@ -114,26 +95,6 @@ def test_what_a_worker_is_said_to_have_created_that_does_not_exist_fails_at_once
 
 
 # remote() that times out or fails
-
-
-def test_a_creation_that_timed_out_fails_for_its_creator_and_its_object_goes_with_the_reference() -> None:
-    group = Group(2)
-    ref = group.create(2, 1)
-    rref = group.workers[2].refs[ref]
-    group.give_up(2, ref)
-    assert group.state(2, ref) is State.FAILED
-    assert group.protocol(2).reason(ref) == "it timed out"
-    group.arrive(0)
-    group.finish(1, rref)
-    group.arrive(0)
-    assert group.said == []
-    assert not group.is_freed(rref)
-    group.release(2, ref)
-    assert group.said == [(2, 1, "abandon")]
-    group.deliver()
-    assert group.is_freed(rref)
-    assert group.remembered(1) == {"tombstones": 1}
-    group.drain()
 
 
 def test_a_creation_that_comes_after_its_failed_reference_was_dropped_is_not_run() -> None:

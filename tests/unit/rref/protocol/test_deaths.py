@@ -38,30 +38,6 @@ def test_a_death_among_workers_without_references_costs_no_message() -> None:
     group.assert_nothing_left()
 
 
-def test_owner_dies_and_its_references_fail_with_the_reason() -> None:
-    group = Group(3)
-    _, at_two = group.own_and_pass_on(2)
-    pending = group.create(2, 1)
-    group.call(2, 3, [at_two])
-    dropped = group.pass_on(2, 2, at_two)
-    group.release(2, dropped)
-    group.die(1)
-    group.notice(2, 1)
-    for ref in (at_two, pending):
-        assert group.state(2, ref) is State.FAILED
-        assert group.protocol(2).reason(ref) == "worker 1 died"
-    group.notice(3, 1)
-    group.arrive(0)
-    (orphan,) = group.workers[3].refs
-    assert group.state(3, orphan) is State.FAILED
-    late = group.create(2, 1)
-    assert group.state(2, late) is State.FAILED
-    for peer, ref in ((2, at_two), (2, pending), (2, late), (3, orphan)):
-        group.release(peer, ref)
-    group.deliver_everything()
-    group.assert_nothing_left()
-
-
 def test_a_tombstone_goes_with_the_creator() -> None:
     owner = Protocol(1)
     owner.receive(2, ["abandon", [2, 1], "it timed out"])
