@@ -29,8 +29,8 @@ class Violation(AssertionError):
 
 
 class Network:
-    """Control messages on their way: each arrives once, in whatever order the driver likes. That it is so even
-    if connections break is for sessions and their tests.
+    """Control messages on their way: each arrives once, in whatever order the driver likes. That it is so if
+    connections break is for sessions and their tests.
     """
 
     def __init__(self) -> None:
