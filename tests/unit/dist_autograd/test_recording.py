@@ -26,13 +26,6 @@ def test_gradients_of_leaves_that_were_sent_need_no_run() -> None:
     assert gradients_of_leaves(sent, [0, 1], gradients, leaves) == [gradients[1], gradients[0]]
 
 
-def test_a_leaf_with_a_hook_needs_a_run() -> None:
-    leaf = torch.rand(2, requires_grad=True)
-    leaf.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
-    sent = send([leaf], SOMEBODY)
-    assert gradients_of_leaves(sent, [0], [torch.ones(2)], [Leaf(leaf, None, 1)]) is None
-
-
 @pytest.mark.parametrize(
     "gradient",
     [
