@@ -136,7 +136,7 @@ WAITS: Final = (
     Deletion(
         "a backward waits for the optimizers' steps before gradients arrive",
         "dist_autograd/worker_pass.py",
-        "self.context.requests.border.catch_up()",
+        "border.catch_up()",
         tests="test_gradients_that_come_after",
     ),
     Deletion(
