@@ -23,7 +23,7 @@ from farcall.weights.blocks import Piece
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Layout, Spec
 from farcall.weights.memory import AVAILABLE, Access, Mapped, map_segment, open_segment
-from farcall.weights.node import Kept, ask, new_id, node_of
+from farcall.weights.node import ask, call_kept, new_id, node_of
 from farcall.weights.pieces import batches, box_from_wire, box_to_wire, same_bits
 from farcall.weights.transfer import Batch, Held, blocks_of, check, in_window
 from rpc.agent.agent import Agent
@@ -90,7 +90,7 @@ class Handle:
         on: str,
         home: str,
         answer: Any,
-        copy_type: Callable[[Handle, int], Kept],
+        copy_type: Callable[[Handle, int], Any],
         *,
         admits: bool,
     ) -> None:
@@ -428,8 +428,7 @@ class Handle:
 
     def ask_later(self, what: str, *args: Any) -> Any:
         """Like ``ask``, but return a future."""
-        called = self.at, self.id, self.name, what, list(args)
-        return self.agent.call_async(self.on, ask, called, {}, 0.0)
+        return call_kept(self.agent, self.on, self.at, self.id, self.name, what, *args)
 
 
 def called_at(
