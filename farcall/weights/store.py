@@ -85,7 +85,7 @@ class Store:
     def of_agent(cls, name: str, on: str, agent: Agent) -> Store:
         """Open a store by an agent of its own, which ``close`` ends."""
         store = cls.__new__(cls)
-        store._begin(successors.open_store(agent, name, on, admits=True))
+        store._begin(successors.open_store(agent, name, on))
         store._owned = agent
         atexit.register(store.close)
         return store

@@ -153,8 +153,6 @@ def open_store(
     keep: int | None = None,
     copies: int = 1,
     home: str | None = None,
-    *,
-    admits: bool = False,
 ) -> Handle:
     """Return a handle of a store; see ``Store``. ``home``: the worker that ``on`` has taken it over from, if
     it has.
@@ -166,7 +164,7 @@ def open_store(
         if not isinstance(answer, str):
             break
         on = answer  # this worker has taken it over
-    handle = Handle(agent, name, on, home, answer, Copy, admits=admits)
+    handle = Handle(agent, name, on, home, answer, Copy)
     if handle.copies > 1 and on != agent.info.name:
         handle.offer()
     return handle

@@ -35,14 +35,6 @@ def test_tensors_lie_beside_each_other(first: dict[str, Spec], second: dict[str,
     assert sum(int(each.sum()) for each in segments) == sum(spec.bytes for spec in layout.specs.values())
 
 
-def test_a_tensor_has_one_shape_in_all_parts() -> None:
-    layout = Layout()
-    layout.add({"w": Spec("float32", (2,))})
-    assert layout.add({"w": Spec("float32", (2,))}) is None
-    with pytest.raises(WeightsError, match=r"'w' is float32\[2\] .* float32\[3\]"):
-        layout.add({"w": Spec("float32", (3,))})
-
-
 @pytest.mark.parametrize(
     "wire",
     [
