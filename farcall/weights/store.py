@@ -20,7 +20,6 @@ from farcall.weights import successors
 from farcall.weights.blocks import part_of
 from farcall.weights.catalogue import MOST_PARTS
 from farcall.weights.errors import WeightsError
-from farcall.weights.following import follow
 from farcall.weights.handle import Handle, Wanted
 from farcall.weights.layout import difference
 from farcall.weights.lease import Lease
@@ -30,7 +29,7 @@ from farcall.weights.versions import check_tag, checked_metadata
 from rpc.agent.agent import Agent
 from rpc.agent.futures import Future
 from rpc.api import get_worker_info
-from rpc.errors import UnknownWorkerError, WorkerLostError
+from rpc.errors import RpcError, UnknownWorkerError, WorkerLostError
 from rpc.group.membership import WorkerReference
 from rpc.runtime.current import current_agent
 
@@ -41,6 +40,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_NUMBER: Final = 1 << 63
+
+_LOOK_SECONDS: Final = 20.0
+"""How long the thread of a callback waits for a version until it looks whether the calls have been ended."""
 
 
 class Store:
@@ -262,9 +264,48 @@ class Store:
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {callback!r:.100}")
-        subscription = follow(self._by_keeper, self.name, callback, newer_than)
-        self._subscriptions.callback(subscription.close)
+        ended = threading.Event()
+        first: tuple[int | None, int | None] = newer_than, None
+        if newer_than is None:
+            with contextlib.suppress(TimeoutError):
+                there = self._look(None, None, 0.0)
+                first = there.number, there.serial
+        arguments = (callback, ended, *first)
+        name = "farcall-weights-follow"
+        threading.Thread(target=self._call_back, args=arguments, name=name, daemon=True).start()
+        subscription = ExitStack()
+        subscription.callback(ended.set)
+        self._subscriptions.callback(ended.set)
         return subscription
+
+    def _look(self, newer_than: int | None, serial: int | None, seconds: float) -> Held:
+        wanted = Wanted(None, newer_than, serial, seconds, monotonic() + seconds)
+        return self._by_keeper(lambda handle: handle.look(wanted))
+
+    def _call_back(
+        self,
+        callback: Callable[[int], object],
+        ended: threading.Event,
+        last: int | None,
+        serial: int | None,
+    ) -> None:
+        """Call back for each newer version that is seen, until ``ended``."""
+        while not ended.is_set():
+            try:
+                seen = self._look(last, serial, _LOOK_SECONDS)
+            except TimeoutError:
+                continue
+            except RpcError as error:  # the store is gone, or this worker is leaving
+                level = logging.WARNING if isinstance(error, WeightsError) else logging.INFO
+                logger.log(level, "no more callbacks for versions of store '%s': %s", self.name, error)
+                return
+            last, serial = seen.number, seen.serial
+            if ended.is_set():
+                return
+            try:
+                callback(last)
+            except Exception:
+                logger.exception("the callback for version %d of store '%s' has failed", last, self.name)
 
     def lease(self, version: int | str | None = None, timeout: float | None = None) -> Lease:
         """Keep a version, and use its tensors where they lie: a context manager.

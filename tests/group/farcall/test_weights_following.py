@@ -15,7 +15,8 @@ import rpc
 from farcall.observe.metrics.families import families
 from farcall.observe.reading.state import JobState, WorkerState
 from farcall.observe.reading.stores import lines_of, stores_of
-from farcall.weights import Store, WeightsError, following
+from farcall.weights import Store, WeightsError
+from farcall.weights import store as store_module
 from farcall.weights.node import node_of
 from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
@@ -78,7 +79,7 @@ def test_callbacks(store: Store, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_subscription_ends_without_a_further_version(store: Store, monkeypatch: Any) -> None:
-    monkeypatch.setattr(following, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(store_module, "_LOOK_SECONDS", 0.01)
     before = set(threading.enumerate())
     with store.on_new_version(print):
         (thread,) = (each for each in set(threading.enumerate()) - before if "follow" in each.name)
