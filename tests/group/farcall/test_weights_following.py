@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,17 +24,6 @@ from tests.support.workers import RunWorkers, Worker
 
 def whole(number: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((8,), float(number))}
-
-
-@pytest.fixture
-def store(tmp_path: Any) -> Iterator[Store]:
-    """A store in a group of this process alone."""
-    options = rpc.AgentOptions(init_method=f"file://{tmp_path}/meeting")
-    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
-    try:
-        yield Store("policy", on="worker0", keep=2)
-    finally:
-        rpc.shutdown()
 
 
 def test_futures(store: Store) -> None:
