@@ -36,9 +36,9 @@ from farcall.grpc.values import Malformed, from_value, to_value
 from farcall.kserve import inference_pb2
 from farcall.v1 import service_pb2, value_pb2
 from tests.fuzz.hostile.mutation import Mutator
-from tests.support.gateway import ServerProcess, with_server
+from tests.support.gateway import with_server
 
-__all__ = ["main"]
+__all__ = ["SERVED", "attack", "main"]
 
 _SERVICE: Final = "/farcall.v1.FarcallService/"
 _INFERENCE: Final = "/inference.GRPCInferenceService/"
@@ -74,12 +74,12 @@ def infer(*args: Any) -> torch.Tensor:
 
 
 def _serve(connection: Connection) -> None:
-    with farcall.serve({function.__name__: function for function in _SERVED}) as server:
+    with farcall.serve(SERVED) as server:
         connection.send(server.port)
         connection.recv()
 
 
-_SERVED: Final = (echo, each, infer)
+SERVED: Final = {function.__name__: function for function in (echo, each, infer)}
 
 
 # ---- what is sent
@@ -134,7 +134,6 @@ def _inferences() -> list[inference_pb2.ModelInferRequest]:
 
 
 # ---- what comes
-_NAMES: Final = {function.__name__ for function in _SERVED}
 
 
 def _names(request: Message) -> set[str]:
@@ -176,7 +175,7 @@ def _wrong(kind: type[Message], data: bytes, code: grpc.StatusCode, text: str, a
         case _CODE.OK | _CODE.INVALID_ARGUMENT:
             return ""
         case _CODE.NOT_FOUND:
-            return "" if _names(request) - _NAMES else "what it names is served"
+            return "" if _names(request) - SERVED.keys() else "what it names is served"
         case _CODE.INTERNAL if kind is inference_pb2.ModelInferRequest and _names(request) == {"echo"}:
             return ""  # its result is no tensor
         case _CODE.RESOURCE_EXHAUSTED:
@@ -239,15 +238,15 @@ def _memory_mib(pid: int) -> float:
     return int(said["VmRSS"].split()[0]) / 1024
 
 
-def _attack(server: ServerProcess, count: int, seed: int) -> list[str]:
-    """Prints what happens; returns what is wrong."""
-    peer, mutator, chance = _Peer(server.port), Mutator(seed), random.Random(seed)
+def attack(port: int, pid: int, count: int, seed: int) -> list[str]:
+    """Send messages to the server of a process; prints what happens, and returns what is wrong."""
+    peer, mutator, chance = _Peer(port), Mutator(seed), random.Random(seed)
     genuine, wrong = _genuine(), []
     pool = [data for _, _, data in genuine]
     for method, _, data in genuine:
         code, text, _ = peer.ask(method, data)
         assert code is _CODE.OK, f"a genuine request to {method} is answered {code}: {text}"
-    before = _memory_mib(server.pid)
+    before = _memory_mib(pid)
     for number in range(1, count + 1):
         method, kind, data = chance.choice(genuine)
         mutated = mutator.of_bytes(data, pool) if chance.random() < 0.5 else _replaced(data, chance)
@@ -258,11 +257,9 @@ def _attack(server: ServerProcess, count: int, seed: int) -> list[str]:
             if what := peer.alive():
                 wrong.append(f"after message {number}: {what}")
             if number % (10 * _LOOK) == 0 or number == count:
-                print(
-                    f"{number:7} messages: {dict(peer.codes)}; {_memory_mib(server.pid):.0f} MiB", flush=True
-                )
+                print(f"{number:7} messages: {dict(peer.codes)}; {_memory_mib(pid):.0f} MiB", flush=True)
     peer.close()
-    after = _memory_mib(server.pid)
+    after = _memory_mib(pid)
     if after - before > _MEMORY_MIB:
         wrong.append(f"the server has grown from {before:.0f} to {after:.0f} MiB")
     return wrong
@@ -277,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     print(f"seed {options.seed}", flush=True)
-    return with_server(_serve, lambda server: _attack(server, options.messages, options.seed))
+    return with_server(_serve, lambda server: attack(server.port, server.pid, options.messages, options.seed))
 
 
 if __name__ == "__main__":

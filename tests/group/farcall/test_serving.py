@@ -229,7 +229,8 @@ def test_metrics_and_the_access_log(serve: Serve, connect: Connect, caplog: pyte
 @in_worker0()
 def test_what_is_on_other_workers_is_called_there() -> None:
     served = {"reference": rpc.remote("worker1", Scale), "module": RemoteModule("worker1", Scale)}
-    with farcall.serve(served) as server, clients.connect(f"localhost:{server.port}") as client:
+    assert rpc.serve is farcall.serve
+    with rpc.serve(served) as server, clients.connect(f"localhost:{server.port}") as client:
         assert float(client.call("reference", 2.0)) == 6.0
         assert float(client.call("module", 2.0, shift=1.0)) == 7.0
         with pytest.raises(ServedError) as caught:
