@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -36,7 +35,7 @@ from farcall.grpc.values import Malformed, from_value, to_value
 from farcall.kserve import inference_pb2
 from farcall.v1 import service_pb2, value_pb2
 from tests.fuzz.hostile.mutation import Mutator
-from tests.support.gateway import with_server
+from tests.support.gateway import memory_mib, with_server
 
 __all__ = ["SERVED", "attack", "main"]
 
@@ -233,11 +232,6 @@ class _Peer:
         self._client.close()
 
 
-def _memory_mib(pid: int) -> float:
-    said = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(said["VmRSS"].split()[0]) / 1024
-
-
 def attack(port: int, pid: int, count: int, seed: int) -> list[str]:
     """Send messages to the server of a process; prints what happens, and returns what is wrong."""
     peer, mutator, chance = _Peer(port), Mutator(seed), random.Random(seed)
@@ -246,7 +240,7 @@ def attack(port: int, pid: int, count: int, seed: int) -> list[str]:
     for method, _, data in genuine:
         code, text, _ = peer.ask(method, data)
         assert code is _CODE.OK, f"a genuine request to {method} is answered {code}: {text}"
-    before = _memory_mib(pid)
+    before = memory_mib(pid)
     for number in range(1, count + 1):
         method, kind, data = chance.choice(genuine)
         mutated = mutator.of_bytes(data, pool) if chance.random() < 0.5 else _replaced(data, chance)
@@ -257,9 +251,9 @@ def attack(port: int, pid: int, count: int, seed: int) -> list[str]:
             if what := peer.alive():
                 wrong.append(f"after message {number}: {what}")
             if number % (10 * _LOOK) == 0 or number == count:
-                print(f"{number:7} messages: {dict(peer.codes)}; {_memory_mib(pid):.0f} MiB", flush=True)
+                print(f"{number:7} messages: {dict(peer.codes)}; {memory_mib(pid):.0f} MiB", flush=True)
     peer.close()
-    after = _memory_mib(pid)
+    after = memory_mib(pid)
     if after - before > _MEMORY_MIB:
         wrong.append(f"the server has grown from {before:.0f} to {after:.0f} MiB")
     return wrong
