@@ -18,9 +18,10 @@ from farcall.weights.errors import WeightsError
 from rpc.agent.agent import Agent
 from rpc.errors import RpcError
 from rpc.functions import async_execution
+from rpc.runtime.current import current_agent
 from rpc.serialization.settings import allow_function
 
-__all__ = ["Node", "ask", "call_kept", "done", "new_id", "node_at", "node_of", "worker_at"]
+__all__ = ["Node", "ask", "call_kept", "current_node", "done", "new_id", "node_at", "node_of", "worker_at"]
 
 _MOST_SHOWN: Final = 64
 """Maximum number of stores in a worker's state file."""
@@ -142,6 +143,18 @@ def node_of(agent: Agent) -> Node:
         if found is None:
             found = agent.extensions["weights"] = _nodes[agent.incarnation] = Node(agent)
         return found
+
+
+def current_node() -> Node:
+    """Return the node of the current agent.
+
+    Raises:
+        WeightsError: it is another backend's.
+    """
+    agent = current_agent()
+    if not isinstance(agent, Agent):
+        raise WeightsError("a store needs an agent of farcall's own backends")
+    return node_of(agent)
 
 
 def node_at(incarnation: int) -> Node | None:

@@ -39,6 +39,7 @@ def test_the_memory_of_a_lost_reader_is_used_again_if_its_process_has_ended(*, l
     (held,) = first.memory
     catalogue.lease(first, Lease(B, 1))
     put(catalogue, 2)
+    assert catalogue.freed() == [], "a reader has a lease"
     catalogue.lost(B, lives=lives)
     assert catalogue.freed() == [Freed(held, reusable=not lives)]
     with pytest.raises(WeightsError, match="worker 'b' was lost"):
