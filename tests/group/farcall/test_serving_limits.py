@@ -214,4 +214,4 @@ def test_what_can_be_told_before_a_server_begins(
     endpoints: dict[Any, Any], options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
-        farcall.serve(endpoints, **options)  # type: ignore[arg-type]
+        farcall.serve(endpoints, **options)

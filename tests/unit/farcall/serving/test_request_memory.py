@@ -64,7 +64,7 @@ def test_what_is_large_in_one_piece_passes() -> None:
     size = 10 * LIMIT
     tensor = value_pb2.Tensor(dtype=value_pb2.DTYPE_UINT8, shape=[size], data=bytes(size))
     for large in ({"binary": bytes(size)}, {"text": "x" * size}, {"tensor": tensor}):
-        assert not is_refused(call_with(value_pb2.Value(**large)))  # type: ignore[arg-type]
+        assert not is_refused(call_with(value_pb2.Value(**large)))
 
 
 def test_many_values_in_named_arguments_and_batches_are_refused() -> None:
