@@ -130,6 +130,23 @@ def test_a_part_that_two_workers_write_is_written_when_both_have_finished() -> N
     assert list(catalogue.whole) == [1, 2]
 
 
+def test_two_puts_of_one_worker_are_told_apart() -> None:
+    catalogue = Catalogue("policy", 2)
+    blocks = {"w": [Box((0,), (2,))]}
+    for put_number in (1, 2):
+        version, sizes = catalogue.begin(7, 0, 1, SPECS, blocks, A, put_number)
+        version.memory += [next(memory) for _ in sizes]
+    assert not catalogue.written(7, 0, A, put=1), "the other one still writes"
+    catalogue.failed(7, 0, A, 2)
+    assert version.missing() == "part 0 of 1 is missing", "it may have written some of it"
+    with pytest.raises(WeightsError, match="worker 'a' has not begun part 0"):
+        catalogue.written(7, 0, A, put=3)
+    catalogue.begin(7, 0, 1, SPECS, blocks, A, 3)
+    assert catalogue.written(7, 0, A, put=3)
+    catalogue.failed(7, 0, A, 3)
+    assert list(catalogue.whole) == [7]
+
+
 class Workers(RuleBasedStateMachine):
     """Writers, readers and deaths in any order."""
 
