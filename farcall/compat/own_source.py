@@ -27,15 +27,14 @@ def is_imported_by_the_program() -> bool:
     is no import.
     """
     frame: FrameType | None = sys._getframe(1)
-    asked_by: FrameType | None = None
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name == "importlib.util" and frame.f_code.co_name == "find_spec":
             return False
-        if asked_by is None and not name.startswith((_IMPORT_SYSTEM, "_frozen_importlib", "farcall.compat")):
-            asked_by = frame
-        frame = frame.f_back if asked_by is None else None
-    return asked_by is not None and _is_own(asked_by)
+        if not name.startswith((_IMPORT_SYSTEM, "_frozen_importlib", "farcall.compat")):
+            return _is_own(frame)
+        frame = frame.f_back
+    return False
 
 
 def _is_own(frame: FrameType) -> bool:

@@ -23,7 +23,7 @@ import grpc
 
 from farcall.grpc import forking
 
-__all__ = ["MESSAGE_BYTES", "Call", "GrpcStream", "as_os_error"]
+__all__ = ["MESSAGE_BYTES", "Call", "GrpcStream", "as_os_error", "os_error_of"]
 
 _TAG: Final = 0x0A
 """Tag of field 1, which has a length."""
@@ -316,12 +316,16 @@ def _is_end(error: Exception) -> bool:
 
 
 def as_os_error(error: Exception) -> OSError:
-    """Convert gRPC's error to an ``OSError``, with the number of a socket's error if it names one."""
+    """Convert gRPC's error to an ``OSError``."""
     if isinstance(error, OSError):
         return error
     if not isinstance(error, grpc.RpcError):
         return ConnectionResetError(errno.ECONNRESET, f"the call is over ({type(error).__name__}: {error})")
-    code, details = error.code(), str(error.details())
+    return os_error_of(error.code(), str(error.details()))
+
+
+def os_error_of(code: Any, details: str) -> OSError:
+    """Convert the status of a call, with the number of a socket's error if it names one."""
     for text, number in _NUMBERS.items():
         if text in details.lower():
             return OSError(number, f"{os.strerror(number)} ({details})")

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any, Final
 
 from farcall.extras import missing
@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise ImportError(missing("the backend GRPC", "grpc", error), name=error.name) from error
 
-from farcall.grpc.stream import MESSAGE_BYTES, GrpcStream, as_os_error
+from farcall.grpc.stream import MESSAGE_BYTES, GrpcStream, as_os_error, os_error_of
 from farcall.v1 import worker_pb2
 from rpc.options import GrpcRpcBackendOptions, parse_listen
 from rpc.rendezvous.address import ADVERTISED, host_identity, is_loopback
@@ -189,7 +189,7 @@ class GrpcTransport:
             return {"metadata": (process, ticket)}
         return {
             "metadata": (process,),
-            "credentials": grpc.metadata_call_credentials(_Shown((ticket,))),
+            "credentials": grpc.metadata_call_credentials(lambda _, show: show((ticket,), None)),
         }
 
     # ---- both
@@ -247,10 +247,7 @@ class GrpcListener:
         self._server = server
         self._probes = probes
         self._open = True
-        self._task = loop.create_task(self._begin())
-
-    async def _begin(self) -> None:
-        await self._server.start()
+        self._task = loop.create_task(server.start())
 
     def close(self) -> None:
         """Stop listening."""
@@ -269,14 +266,6 @@ class GrpcListener:
         """Release the descriptors in a forked child; the parent continues to use them."""
         self._open = False
         forking.abandon(self, local=self.port)
-
-
-class _Shown(grpc.AuthMetadataPlugin):  # type: ignore[misc]  # grpc has no types
-    def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
-        self._metadata = metadata
-
-    def __call__(self, context: Any, callback: Callable[[Any, Any], None]) -> None:
-        callback(self._metadata, None)
 
 
 def _own_process() -> str:
@@ -303,21 +292,7 @@ def _place(call: Any) -> str:
 
 def _refusal(code: Any, details: str | None) -> OSError:
     if code is grpc.StatusCode.UNAVAILABLE:
-        return as_os_error(_Status(code, details))
+        return os_error_of(code, str(details))
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return PermissionError(f"it refused the connection: {details}")
     return ConnectionError(f"what answers is no worker: {code.name} {details or ''}")
-
-
-class _Status(grpc.RpcError):  # type: ignore[misc]
-    """The status of an ended call, as an error."""
-
-    def __init__(self, code: Any, details: str | None) -> None:
-        super().__init__(details)
-        self._code, self._details = code, details
-
-    def code(self) -> Any:
-        return self._code
-
-    def details(self) -> str | None:
-        return self._details

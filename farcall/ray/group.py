@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final
 
 import cloudpickle
@@ -181,14 +181,6 @@ def _lost(name: str, error: Exception) -> WorkerLostError:
     return WorkerLostError(f"worker '{name}' is lost: {reason}", name, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """A worker's failure, and how likely it is only the consequence of another's."""
-
-    error: BaseException
-    consequence: int
-
-
 def _results(actors: Sequence[tuple[str, Any]], running: list[Any]) -> list[Any]:
     """Wait until all have returned.
 
@@ -196,7 +188,8 @@ def _results(actors: Sequence[tuple[str, Any]], running: list[Any]) -> list[Any]
         WorkerLostError, RpcError: of the worker that failed first, as far as that can be told.
     """
     ended: dict[Any, outcomes.Outcome] = {}
-    failures: list[_Failure] = []
+    failures: list[tuple[int, BaseException]] = []
+    """Each with how likely it is only the consequence of another one."""
     waiting = list(running)
     while waiting:
         done, waiting = ray.wait(waiting, timeout=_SETTLE_SECONDS if failures else None)
@@ -207,15 +200,15 @@ def _results(actors: Sequence[tuple[str, Any]], running: list[Any]) -> list[Any]
             try:
                 outcome = cloudpickle.loads(ray.get(reference))
             except RayActorError as error:
-                failures.append(_Failure(_lost(name, error), 0))
+                failures.append((0, _lost(name, error)))
                 continue
             if len(outcome) == 1:
                 ended[reference] = outcome
             else:
                 is_consequence = isinstance(outcome[0], WorkerLostError)
-                failures.append(_Failure(outcomes.failure(name, outcome), 1 + is_consequence))
+                failures.append((1 + is_consequence, outcomes.failure(name, outcome)))
     if failures:
-        raise min(failures, key=lambda failure: failure.consequence).error
+        raise min(failures, key=itemgetter(0))[1]
     return [ended[reference][0] for reference in running]
 
 

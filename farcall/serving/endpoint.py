@@ -188,7 +188,7 @@ class Endpoint:
                 self.inputs[name].check(name, given)
 
     async def run(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float | None, slots: Slots
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, seconds: float | None, slots: Slots
     ) -> Any:
         """Return the result of one call.
 

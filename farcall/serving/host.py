@@ -34,7 +34,7 @@ class Host:
         self._batchers = {
             name: Batcher(
                 each.batching,
-                partial(self._run, each, seconds=None),
+                partial(each.run, seconds=None, slots=self.slots),
                 partial(self.metrics.batch, name),
                 self.slots.when_free,
             )
@@ -87,7 +87,7 @@ class Host:
             if name in self._batchers:
                 result = self._batchers[name].call(args, kwargs)
             else:
-                result = self._run(endpoint, args, kwargs, seconds=seconds)
+                result = endpoint.run(args, kwargs, seconds=seconds, slots=self.slots)
             if seconds is None:
                 return await result
             async with asyncio.timeout(seconds):
@@ -109,8 +109,3 @@ class Host:
                         yield each
                 finally:
                     await results.aclose()  # type: ignore[attr-defined]
-
-    async def _run(
-        self, endpoint: Endpoint, args: Sequence[Any], kwargs: Mapping[str, Any], *, seconds: float | None
-    ) -> Any:
-        return await endpoint.run(args, kwargs, seconds, self.slots)

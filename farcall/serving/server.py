@@ -116,16 +116,13 @@ def serve(
     if port and port == metrics_port:
         raise ValueError(f"port and metrics_port are both {port}; give metrics one of their own")
     trusted = bool(tokens) or (tls is not None and client_certificates)
-    if host not in LOOPBACK and not trusted and not insecure:
-        raise ValueError(
-            f"anyone who reaches {host} could call what is served. Give tokens (--token-file), or TLS with "
-            "certificates for callers (--cert, --key and --ca), or say insecure=True (--insecure)"
-        )
-    if metrics_port is not None and metrics_host not in LOOPBACK and not trusted and not insecure:
-        raise ValueError(
-            f"anyone who reaches {metrics_host} could read metrics. Give tokens (--token-file), or TLS with "
-            "certificates for callers (--cert, --key and --ca), or say insecure=True (--insecure)"
-        )
+    reached = {host: "call what is served"} | ({} if metrics_port is None else {metrics_host: "read metrics"})
+    for each, could in reached.items():
+        if each not in LOOPBACK and not trusted and not insecure:
+            raise ValueError(
+                f"anyone who reaches {each} could {could}. Give tokens (--token-file), or TLS with "
+                "certificates for callers (--cert, --key and --ca), or say insecure=True (--insecure)"
+            )
     named = tokens if isinstance(tokens, Mapping) else {"caller": tokens} if tokens else {}
     callers = Callers(named, certificates=tls is not None and client_certificates)
     served = {

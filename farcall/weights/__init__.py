@@ -18,7 +18,7 @@
 - ``node``: what an agent keeps, and how others ask it.
 - ``keeper``: the process that keeps a store; ``transfer``, ``handle``: what readers and writers copy and ask.
 - ``copies``: the processes that have a copy of a store; ``replication``, ``successors``: the second copy.
-- ``store``, ``lease``, ``following``: what users see.
+- ``store``, ``lease``: what users see.
 - ``listening``: stores for programs without a group.
 """
 

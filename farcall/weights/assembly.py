@@ -7,6 +7,7 @@ blocks must make up all tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,9 +80,10 @@ class Assembly:
                 the blocks of all do not make up the tensor.
         """
         mine = {name: list(blocks[name]) for name in specs}
+        self._check_specs(specs)
         before = self.declared.get(part)
         if before is not None:
-            self._check_same(part, before, mine, specs)
+            _check_same(part, before, mine)
             return None
         self._check_boxes(specs, mine)
         size = self.layout.add(specs)
@@ -120,43 +122,21 @@ class Assembly:
         Raises:
             WeightsError: the text names the tensor.
         """
+        self._check_specs(specs)
         for name, spec in specs.items():
-            entry = self.layout.entries.get(name)
-            if entry is None or entry.spec != spec:
-                there = "missing" if entry is None else entry.spec
-                raise WeightsError(f"{name!r} is {there} in the version, and {spec} in this part")
+            if name not in self.layout.entries:
+                raise WeightsError(f"{name!r} is missing in the version, and {spec} in this part")
             for box in blocks[name]:
                 _check_inside(name, box, spec)
 
-    def _check_same(
-        self,
-        part: int,
-        before: Mapping[str, Sequence[Box]],
-        now: Mapping[str, Sequence[Box]],
-        specs: Mapping[str, Spec],
-    ) -> None:
-        odd = sorted(before.keys() ^ now.keys())
-        if odd:
-            raise WeightsError(
-                f"part {part} was given before, with other tensors: {odd[0]!r} was not in both"
-            )
-        for name, spec in specs.items():
-            known = self.layout.entries[name].spec
-            if known != spec:
-                raise WeightsError(f"{name!r} is {known} in the version, and {spec} in part {part}")
-            if list(before[name]) != list(now[name]):
-                raise WeightsError(
-                    f"part {part} was given before, with other blocks of {name!r}: "
-                    f"{_shown(before[name])}, now {_shown(now[name])}"
-                )
-
-    def _check_boxes(self, specs: Mapping[str, Spec], blocks: Declared) -> None:
+    def _check_specs(self, specs: Mapping[str, Spec]) -> None:
         for name, spec in specs.items():
             entry = self.layout.entries.get(name)
             if entry is not None and entry.spec != spec:
-                raise WeightsError(
-                    f"{name!r} is {entry.spec} in the parts that were given before, and {spec} in this one"
-                )
+                raise WeightsError(f"{name!r} is {entry.spec} in the version, and {spec} in this part")
+
+    def _check_boxes(self, specs: Mapping[str, Spec], blocks: Declared) -> None:
+        for name, spec in specs.items():
             known, own = self._blocks.get(name, _Blocks()), _Blocks()
             for box in blocks[name]:
                 _check_inside(name, box, spec)
@@ -171,7 +151,7 @@ class Assembly:
 
     def _check_complete(self) -> None:
         for name, (spec, *_) in self.layout.entries.items():
-            whole = Box((0,) * len(spec.shape), spec.shape).volume
+            whole = math.prod(spec.shape)
             covered = sum(box.volume for box in self._blocks[name].writer)
             if covered != whole:
                 raise WeightsError(
@@ -179,11 +159,20 @@ class Assembly:
                 )
 
 
+def _check_same(part: int, before: Declared, now: Declared) -> None:
+    odd = sorted(before.keys() ^ now.keys())
+    if odd:
+        raise WeightsError(f"part {part} was given before, with other tensors: {odd[0]!r} was not in both")
+    for name, boxes in now.items():
+        if before[name] != boxes:
+            raise WeightsError(
+                f"part {part} was given before, with other blocks of {name!r}: "
+                f"{_shown(before[name])}, now {_shown(boxes)}"
+            )
+
+
 def _check_inside(name: str, box: Box, spec: Spec) -> None:
-    if not len(box.offset) == len(box.sizes) == len(spec.shape) or not all(
-        0 <= begin <= begin + size <= length
-        for begin, size, length in zip(box.offset, box.sizes, spec.shape, strict=True)
-    ):
+    if not Box.whole(spec.shape).contains(box):
         raise WeightsError(f"a block of {name!r} is not inside it: {_shown([box])} of {list(spec.shape)}")
 
 

@@ -42,9 +42,9 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def contains(self, other: Box) -> bool:
-        """Whether another block is inside this one."""
-        return len(self.offset) == len(other.offset) and all(
-            first <= begin and begin + size <= first + length
+        """Whether another block, of any numbers, is one inside this one."""
+        return len(self.offset) == len(other.offset) == len(other.sizes) and all(
+            first <= begin <= begin + size <= first + length
             for first, length, begin, size in zip(*self, *other, strict=True)
         )
 
@@ -78,10 +78,7 @@ class Block:
         self.offset = tuple(operator.index(each) for each in offset)
         self.shape = tuple(operator.index(each) for each in shape)
         sizes = tuple(tensor.shape)
-        if not len(self.offset) == len(self.shape) == len(sizes) or not all(
-            0 <= begin <= begin + size <= length
-            for begin, size, length in zip(self.offset, sizes, self.shape, strict=True)
-        ):
+        if not Box.whole(self.shape).contains(Box(self.offset, sizes)):
             raise WeightsError(
                 f"a block of shape {sizes} at offset {self.offset} is not inside a tensor of shape "
                 f"{self.shape}"

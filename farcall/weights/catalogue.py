@@ -321,11 +321,10 @@ class Catalogue:
         self._give_up(list(self.open.values()))
         self.name, self.keep = name, keep
         listed = {serial: (number, metadata) for number, serial, metadata in versions}
-        for version in [each for serial, each in self.whole.items() if serial not in listed]:
-            self._remove(version)
         last = {number: serial for serial, (number, _) in sorted(listed.items()) if serial in self.whole}
-        for version in [each for serial, each in self.whole.items() if last[listed[serial][0]] != serial]:
-            self._remove(version)  # another one was put later under its number
+        for serial, version in list(self.whole.items()):
+            if serial not in last.values():  # it is not listed, or another one was put later under its number
+                self._remove(version)
         there = sorted(self.whole.values(), key=lambda version: version.number)
         for version in there:
             version.serial, version.copied = version.number, True

@@ -30,7 +30,7 @@ from farcall.weights.blocks import Box
 from farcall.weights.errors import WeightsError
 from farcall.weights.handle import Handle
 from farcall.weights.keeper import Keeper
-from farcall.weights.node import ask, new_id, node_of
+from farcall.weights.node import call_kept, new_id, node_of
 from farcall.weights.pieces import batches, box_to_wire, wholes
 from farcall.weights.replication import Listing
 from farcall.weights.transfer import Held, check, in_window
@@ -236,10 +236,7 @@ class Copy(Keeper):
         """Have another host's copy keep a version; the value asks it for blocks."""
         who, ticket = [*self.own, None], new_id()  # this process uses no memory of the other host
 
-        def later(what: str, *args: Any) -> Any:
-            called = member.incarnation, copy_id, self.name, what, list(args)
-            return self.agent.call_async(member.name, ask, called, {}, 0.0)
-
+        later = partial(call_kept, self.agent, member.name, member.incarnation, copy_id, self.name)
         try:
             later("relay", serial, who, ticket).wait()
             yield partial(later, "block", serial)

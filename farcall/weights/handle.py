@@ -23,7 +23,7 @@ from farcall.weights.blocks import Piece
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Layout, Spec
 from farcall.weights.memory import AVAILABLE, Access, Mapped, map_segment, open_segment
-from farcall.weights.node import Kept, ask, new_id, node_of
+from farcall.weights.node import ask, call_kept, new_id, node_of
 from farcall.weights.pieces import batches, box_from_wire, box_to_wire, same_bits
 from farcall.weights.transfer import Batch, Held, blocks_of, check, in_window
 from rpc.agent.agent import Agent
@@ -76,7 +76,6 @@ class Handle:
         home: the worker on which the store was made.
         answer: what the keeper has described.
         copy_type: makes the copy that this process may have to keep, of the handle and the copy's id.
-        admits: whether workers know each other only through the store.
 
     Attributes:
         at: the incarnation of the worker that keeps it.
@@ -90,9 +89,7 @@ class Handle:
         on: str,
         home: str,
         answer: Any,
-        copy_type: Callable[[Handle, int], Kept],
-        *,
-        admits: bool,
+        copy_type: Callable[[Handle, int], Any],
     ) -> None:
         self.agent = agent
         self.name = name
@@ -103,7 +100,6 @@ class Handle:
         self._process: int | None = process if host == host_identity() and AVAILABLE else None
         """The keeper's process, whose memory this one can map."""
         self._has_mapped = False
-        self._admits = admits
         self._copy_type = copy_type
         self.who = [agent.info.name, agent.incarnation, None if self._process is None else os.getpid()]
         self._node = node_of(agent)
@@ -350,14 +346,15 @@ class Handle:
             self._copy_failed = member.incarnation  # if this raises, and the next time
             called = member.incarnation, found[1], self.name, "describe", [None]
             answer = called_at(self.agent, member.name, self.name, ask, called)
-            of_store = self.name, member.name, self.home
-            self._copy = Handle(self.agent, *of_store, answer, self._copy_type, admits=self._admits)
+            self._copy = Handle(self.agent, self.name, member.name, self.home, answer, self._copy_type)
         return self._copy
 
     def admitted(self, wire: Any) -> Member:
-        """Return a worker that the store has named, to which calls can be made."""
+        """Return a worker that the store has named, to which calls can be made: without a group, workers know
+        each other only through the store.
+        """
         member = Member.from_wire(wire)
-        if self._admits and member.incarnation != self.agent.incarnation:
+        if self.agent.group.peers.view.find(member.incarnation) is None:
             admit(self.agent, member)
         return member
 
@@ -428,8 +425,7 @@ class Handle:
 
     def ask_later(self, what: str, *args: Any) -> Any:
         """Like ``ask``, but return a future."""
-        called = self.at, self.id, self.name, what, list(args)
-        return self.agent.call_async(self.on, ask, called, {}, 0.0)
+        return call_kept(self.agent, self.on, self.at, self.id, self.name, what, *args)
 
 
 def called_at(

@@ -75,20 +75,13 @@ class Layout:
         return {name: entry.spec for name, entry in self.entries.items()}
 
     def add(self, specs: Mapping[str, Spec]) -> int | None:
-        """Add a segment with the tensors that are new; returns its size, or None if none is.
-
-        Raises:
-            WeightsError: a tensor is here already with another type or shape.
-        """
+        """Add a segment with the tensors that are new; returns its size, or None if none is."""
         new: dict[str, Entry] = {}
         begin = 0
         for name, spec in specs.items():
-            known = self.entries.get(name)
-            if known is None:
+            if name not in self.entries:
                 new[name] = Entry(spec, len(self.sizes), begin)
                 begin += -(-spec.bytes // _ALIGNMENT) * _ALIGNMENT
-            elif known.spec != spec:
-                raise WeightsError(f"{name!r} is {known.spec} in the parts before, and {spec} in this one")
         if begin > _LARGEST_BYTES:
             raise WeightsError(f"the tensors of this part have {begin} bytes")
         if not new:

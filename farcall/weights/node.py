@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -18,29 +18,13 @@ from farcall.weights.errors import WeightsError
 from rpc.agent.agent import Agent
 from rpc.errors import RpcError
 from rpc.functions import async_execution
+from rpc.runtime.current import current_agent
 from rpc.serialization.settings import allow_function
 
-__all__ = ["Kept", "Node", "ask", "done", "new_id", "node_at", "node_of", "worker_at"]
+__all__ = ["Node", "ask", "call_kept", "current_node", "done", "new_id", "node_at", "node_of", "worker_at"]
 
 _MOST_SHOWN: Final = 64
 """Maximum number of stores in a worker's state file."""
-
-
-class Kept(Protocol):
-    """A store or a copy that is kept here. ``asked``: its methods that others may call."""
-
-    asked: ClassVar[frozenset[str]]
-    id: int
-    name: str
-
-    def observed(self) -> dict[str, Any]:
-        """Return what ``farcall ps``, the page and the metrics show."""
-
-    def close(self) -> None:
-        """Release all memory."""
-
-    def abandon(self) -> None:
-        """Close the descriptors in a forked child."""
 
 
 class Node:
@@ -56,7 +40,7 @@ class Node:
         self.lock = threading.RLock()  # a finalizer that runs while it is held may use a store
         self.stores: dict[tuple[str, str], Any] = {}
         self.kept: dict[int, Any] = {}
-        self._copies: dict[int, tuple[int, Callable[[int], Kept]]] = {}
+        self._copies: dict[int, tuple[int, Callable[[int], Any]]] = {}
         """For the id of each store whose copy can be kept here, the copy's id, and what makes it."""
         self._waits: dict[int, Callable[[], object]] = {}
         self._leaves = False
@@ -65,19 +49,19 @@ class Node:
         hooks.closed.append(self._close)
         hooks.forked.append(self._abandon)
 
-    def store(self, home: str, name: str, make: Callable[[], Kept]) -> Any:
+    def store(self, home: str, name: str, make: Callable[[], Any]) -> Any:
         """Return a store that is kept here; the first call makes it."""
         with self.lock:
             if (home, name) not in self.stores:
                 self.add(home, make())
             return self.stores[home, name]
 
-    def add(self, home: str, kept: Kept) -> None:
+    def add(self, home: str, kept: Any) -> None:
         """Keep a store from now on, which was made on the worker ``home``."""
         with self.lock:
             self.kept[kept.id] = self.stores[home, kept.name] = kept
 
-    def can_keep(self, store_id: int, make: Callable[[int], Kept]) -> int:
+    def can_keep(self, store_id: int, make: Callable[[int], Any]) -> int:
         """Let others ask the copy of a store, which is made for the first one that does; returns its id."""
         with self.lock:
             if store_id not in self._copies:
@@ -161,6 +145,18 @@ def node_of(agent: Agent) -> Node:
         return found
 
 
+def current_node() -> Node:
+    """Return the node of the current agent.
+
+    Raises:
+        WeightsError: it is another backend's.
+    """
+    agent = current_agent()
+    if not isinstance(agent, Agent):
+        raise WeightsError("a store needs an agent of farcall's own backends")
+    return node_of(agent)
+
+
 def node_at(incarnation: int) -> Node | None:
     """Return the node of an agent of this process; None if there is none."""
     return _nodes.get(incarnation)
@@ -176,6 +172,14 @@ def done(value: Any = None) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
     return future
+
+
+def call_kept(agent: Agent, worker: str, incarnation: int, kept_id: int, name: str, *call: Any) -> Any:
+    """Call a method of a store or a copy that another worker keeps; returns a future. ``call``: the method,
+    and its arguments.
+    """
+    what, *args = call
+    return agent.call_async(worker, ask, (incarnation, kept_id, name, what, args), {}, 0.0)
 
 
 @allow_function

@@ -14,21 +14,19 @@ import contextlib
 import logging
 import threading
 from collections.abc import Container, Sequence
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from farcall.weights.errors import WeightsError
-from farcall.weights.node import ask
+from farcall.weights.node import call_kept
 from rpc.agent.agent import Agent
 from rpc.errors import RpcError
 
 __all__ = ["Listing", "SecondCopy"]
 
 logger = logging.getLogger(__name__)
-
-_NOTHING: Final = -1
-"""What a worker has that has not answered, or has failed."""
 
 
 class Listing(NamedTuple):
@@ -58,11 +56,23 @@ class Listing(NamedTuple):
         return self._replace(versions=versions, tags=earlier.tags | self.tags)
 
 
-class Offer(NamedTuple):
-    """The host of a worker, and the id of the copy that it can keep."""
+@dataclass
+class Worker:
+    """A worker that has offered to keep the copy.
+
+    Attributes:
+        host: its host.
+        copy: the id of the copy that it can keep.
+        asked: whether it has been chosen, and was not released since.
+        has: the serial of the newest version that the copy has; -1 before an answer, and after a failure.
+        failed: whether it is not chosen, as it has failed, and others have not.
+    """
 
     host: str
     copy: int
+    asked: bool = False
+    has: int = -1
+    failed: bool = False
 
 
 class SecondCopy:
@@ -79,13 +89,9 @@ class SecondCopy:
         self._name = name
         self._host = host
         self._lock = threading.Lock()
-        self._offers: dict[int, Offer] = {}
-        """The workers that have offered, by their incarnation."""
-        self._failed: set[int] = set()
-        """Those that are not chosen: they have failed, and others have not."""
-        self._has: dict[int, tuple[int, int]] = {}
-        """The workers that have been chosen: their copies, and the serials of the newest versions that these
-        have. Those of earlier choices and of failures are released once the chosen one has all.
+        self._workers: dict[int, Worker] = {}
+        """By their incarnation. Those of earlier choices and of failures are released once the chosen one has
+        all versions.
         """
         self._chosen: int | None = None
         self._ended = False
@@ -100,16 +106,16 @@ class SecondCopy:
     def offer(self, incarnation: int, host: str, copy: int) -> None:
         """A worker can keep the copy."""
         with self._lock:
-            self._offers[incarnation] = Offer(host, copy)
-            self._failed.discard(incarnation)
+            worker = self._workers.setdefault(incarnation, Worker(host, copy))
+            worker.copy, worker.failed = copy, False
         self._go_on()
 
     def on_host(self, host: str) -> tuple[int, int] | None:
         """Return the worker that has the copy, and the copy's id, if it is on this host."""
         with self._lock:
-            chosen = self._chosen
-            offer = None if chosen is None else self._offers.get(chosen)
-            return None if chosen is None or offer is None or offer.host != host else (chosen, offer.copy)
+            there = self._workers.items()
+            found = ((which, each.copy) for which, each in there if each.host == host)
+            return next((place for place in found if place[0] == self._chosen), None)
 
     def update(self, listing: Listing) -> None:
         """The versions have changed."""
@@ -121,16 +127,14 @@ class SecondCopy:
     def lost(self, incarnation: int) -> None:
         """A worker is lost."""
         with self._lock:
-            self._offers.pop(incarnation, None)
-            self._has.pop(incarnation, None)
-            self._failed.discard(incarnation)
+            self._workers.pop(incarnation, None)
             self._retry_failed()
         self._go_on()
 
     def is_whole(self) -> bool:
         """Whether the second copy has all versions."""
         with self._lock:
-            return any(serial >= self._listing.newest for _, serial in self._has.values())
+            return self._is_there(self._listing.newest)
 
     def wait(self, serial: int) -> torch.futures.Future[str | None]:
         """Return a future that is completed once the second copy has a version, with None; or once there is
@@ -152,17 +156,19 @@ class SecondCopy:
 
     def _retry_failed(self) -> None:
         """If all have failed, ask them again."""
-        if self._failed.issuperset(self._offers):
-            self._failed.clear()
+        if all(each.failed for each in self._workers.values()):
+            for each in self._workers.values():
+                each.failed = False
 
     def _choose(self) -> int | None:
         """Return the worker that is to have the copy; it stays, except that one of another host is better."""
 
         def rank(incarnation: int) -> tuple[bool, bool, int]:
-            far = self._offers[incarnation].host != self._host
-            return far, incarnation == self._chosen, self._has.get(incarnation, (0, _NOTHING))[1]
+            worker = self._workers[incarnation]
+            return worker.host != self._host, incarnation == self._chosen, worker.has
 
-        return max((each for each in self._offers if each not in self._failed), key=rank, default=None)
+        there = (incarnation for incarnation, each in self._workers.items() if not each.failed)
+        return max(there, key=rank, default=None)
 
     def _go_on(self) -> None:
         """Choose a worker, send it what it lacks, and complete the waits that have an answer."""
@@ -174,11 +180,11 @@ class SecondCopy:
             if chosen != self._chosen:
                 self._chosen, self._sent = chosen, None
             if chosen is not None and is_needed and not ended and not self._under_way:
-                copy = self._offers[chosen].copy
-                self._has.setdefault(chosen, (copy, _NOTHING))
+                worker = self._workers[chosen]
+                worker.asked = True
                 if self._sent != self._listing:
                     self._under_way, self._sent = True, self._listing
-                    send = chosen, copy, self._listing
+                    send = chosen, worker.copy, self._listing
             alone = self._why_alone() if ended or chosen is None else None
             done = [each for each in self._waiting if alone or self._is_there(each[0])]
             self._waiting = [each for each in self._waiting if each not in done]
@@ -192,11 +198,11 @@ class SecondCopy:
     def _is_there(self, serial: int) -> bool:
         """Whether a worker has a version, or all that there are."""
         needed = min(serial, self._listing.newest)
-        return any(has >= needed for _, has in self._has.values())
+        return any(each.has >= needed for each in self._workers.values())
 
     def _why_alone(self) -> str:
         """Describe why no worker has the copy."""
-        if not self._offers:
+        if not self._workers:
             return "no other worker has opened the store with copies=2"
         return self._failure or "the store's worker is leaving its group"
 
@@ -205,50 +211,46 @@ class SecondCopy:
         try:
             future = self._call(chosen, copy, "follow", *listing)
         except Exception as error:  # as if the call had failed
-            self._answered(chosen, error)
+            self._fails(chosen, error)
             return
-        future.add_done_callback(lambda done: self._answered(chosen, _result_of(done)))
+        future.add_done_callback(lambda answer: self._answered(chosen, answer))
 
     def _call(self, incarnation: int, copy: int, what: str, *args: Any) -> Any:
         member = self._agent.group.peers.view.find(incarnation)
         if member is None:
             raise WeightsError("it has left the group")
-        called = (incarnation, copy, self._name, what, list(args))
-        return self._agent.call_async(member.name, ask, called, {}, 0.0)
+        return call_kept(self._agent, member.name, incarnation, copy, self._name, what, *args)
 
-    def _answered(self, chosen: int, answer: int | Exception) -> None:
-        """``answer``: the serial of the newest version that the worker has, or its error."""
-        released: dict[int, tuple[int, int]] = {}
-        lifecycle = self._agent.lifecycle
+    def _answered(self, chosen: int, answer: Any) -> None:
+        try:
+            newest: int = answer.value()
+        except Exception as error:  # any error of the other worker
+            self._fails(chosen, error)
+            return
+        released: list[tuple[int, int]] = []
         with self._lock:
             self._under_way = False
-            failed = isinstance(answer, Exception)
-            if failed:
-                self._failure = str(answer)
-            has = _NOTHING if isinstance(answer, Exception) else answer
-            if chosen in self._has:
-                self._has[chosen] = self._has[chosen][0], has
-            if failed:
-                if chosen in self._offers:
-                    self._failed.add(chosen)
-                if chosen == self._chosen:
-                    self._chosen = self._sent = None
-            elif chosen in self._has and chosen == self._chosen and has >= self._listing.newest:
-                released = {each: has for each, has in self._has.items() if each != chosen}
-                self._has = {chosen: self._has[chosen]}
-        if failed:
-            leaves = self._ended or lifecycle.closed or lifecycle.departure.begun
-            level = logging.DEBUG if leaves else logging.WARNING
-            logger.log(level, "the second copy of store '%s' has failed: %s", self._name, answer)
-        for incarnation, (copy, _) in released.items():
+            if chosen in self._workers:
+                self._workers[chosen].has = newest
+                if chosen == self._chosen and newest >= self._listing.newest:
+                    others = {which: each for which, each in self._workers.items() if which != chosen}
+                    released = [(which, each.copy) for which, each in others.items() if each.asked]
+                    for each in others.values():
+                        each.asked, each.has = False, -1
+        for incarnation, copy in released:
             with contextlib.suppress(RpcError, WeightsError):  # it is lost
                 self._call(incarnation, copy, "release_copy")
         self._go_on()
 
-
-def _result_of(future: Any) -> int | Exception:
-    try:
-        newest: int = future.value()
-    except Exception as error:  # any error of the other worker
-        return error
-    return newest
+    def _fails(self, chosen: int, error: Exception) -> None:
+        with self._lock:
+            self._under_way, self._failure = False, str(error)
+            if chosen in self._workers:
+                self._workers[chosen].has, self._workers[chosen].failed = -1, True
+            if chosen == self._chosen:
+                self._chosen = self._sent = None
+        lifecycle = self._agent.lifecycle
+        leaves = self._ended or lifecycle.closed or lifecycle.departure.begun
+        level = logging.DEBUG if leaves else logging.WARNING
+        logger.log(level, "the second copy of store '%s' has failed: %s", self._name, error)
+        self._go_on()

@@ -20,19 +20,18 @@ from farcall.weights import successors
 from farcall.weights.blocks import part_of
 from farcall.weights.catalogue import MOST_PARTS
 from farcall.weights.errors import WeightsError
-from farcall.weights.following import follow
 from farcall.weights.handle import Handle, Wanted
 from farcall.weights.layout import difference
 from farcall.weights.lease import Lease
+from farcall.weights.node import current_node
 from farcall.weights.pieces import described, overlaps_itself
 from farcall.weights.transfer import Held
 from farcall.weights.versions import check_tag, checked_metadata
 from rpc.agent.agent import Agent
 from rpc.agent.futures import Future
 from rpc.api import get_worker_info
-from rpc.errors import UnknownWorkerError, WorkerLostError
+from rpc.errors import RpcError, UnknownWorkerError, WorkerLostError
 from rpc.group.membership import WorkerReference
-from rpc.runtime.current import current_agent
 
 __all__ = ["Store"]
 
@@ -41,6 +40,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_NUMBER: Final = 1 << 63
+
+_LOOK_SECONDS: Final = 20.0
+"""How long the thread of a callback waits for a version until it looks whether the calls have been ended."""
 
 
 class Store:
@@ -76,16 +78,13 @@ class Store:
             raise WeightsError(f"a store's name is a text, not {name!r}")
         if keep is not None and (type(keep) is not int or keep < 1):
             raise WeightsError(f"keep is a number of versions from 1 on, not {keep!r:.80}")
-        agent = current_agent()
-        if not isinstance(agent, Agent):
-            raise WeightsError("a store needs an agent of farcall's own backends")
-        self._begin(_opened(agent, name, on, keep, copies))
+        self._begin(_opened(current_node().agent, name, on, keep, copies))
 
     @classmethod
     def of_agent(cls, name: str, on: str, agent: Agent) -> Store:
         """Open a store by an agent of its own, which ``close`` ends."""
         store = cls.__new__(cls)
-        store._begin(successors.open_store(agent, name, on, admits=True))
+        store._begin(successors.open_store(agent, name, on))
         store._owned = agent
         atexit.register(store.close)
         return store
@@ -94,9 +93,8 @@ class Store:
         self.name = handle.name
         self._handle = handle
         self._owned: Agent | None = None
-        self._starting = threading.Lock()
         self._subscriptions = ExitStack()
-        self._putting: ThreadPoolExecutor | None = None
+        self._putting = ThreadPoolExecutor(1, thread_name_prefix="farcall-weights-put")
         self._following = threading.Lock()
         """Held while another worker is looked for that keeps the store."""
         self._last: tuple[int | None, int | None] = None, None
@@ -165,9 +163,6 @@ class Store:
         """Like ``put``, on a thread of the store; returns a future, to wait for or to ``await``. The tensors
         must not be changed until it is completed. Several are made one after another.
         """
-        with self._starting:
-            if self._putting is None:
-                self._putting = ThreadPoolExecutor(1, thread_name_prefix="farcall-weights-put")
         future: Future[bool] = Future()
         self._putting.submit(_complete, future, partial(self.put, number, state, part, metadata=metadata))
         return future
@@ -262,9 +257,48 @@ class Store:
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {callback!r:.100}")
-        subscription = follow(self._by_keeper, self.name, callback, newer_than)
-        self._subscriptions.callback(subscription.close)
+        ended = threading.Event()
+        first: tuple[int | None, int | None] = newer_than, None
+        if newer_than is None:
+            with contextlib.suppress(TimeoutError):
+                there = self._look(None, None, 0.0)
+                first = there.number, there.serial
+        arguments = (callback, ended, *first)
+        name = "farcall-weights-follow"
+        threading.Thread(target=self._call_back, args=arguments, name=name, daemon=True).start()
+        subscription = ExitStack()
+        subscription.callback(ended.set)
+        self._subscriptions.callback(ended.set)
         return subscription
+
+    def _look(self, newer_than: int | None, serial: int | None, seconds: float) -> Held:
+        wanted = Wanted(None, newer_than, serial, seconds, monotonic() + seconds)
+        return self._by_keeper(lambda handle: handle.look(wanted))
+
+    def _call_back(
+        self,
+        callback: Callable[[int], object],
+        ended: threading.Event,
+        last: int | None,
+        serial: int | None,
+    ) -> None:
+        """Call back for each newer version that is seen, until ``ended``."""
+        while not ended.is_set():
+            try:
+                seen = self._look(last, serial, _LOOK_SECONDS)
+            except TimeoutError:
+                continue
+            except RpcError as error:  # the store is gone, or this worker is leaving
+                level = logging.WARNING if isinstance(error, WeightsError) else logging.INFO
+                logger.log(level, "no more callbacks for versions of store '%s': %s", self.name, error)
+                return
+            last, serial = seen.number, seen.serial
+            if ended.is_set():
+                return
+            try:
+                callback(last)
+            except Exception:
+                logger.exception("the callback for version %d of store '%s' has failed", last, self.name)
 
     def lease(self, version: int | str | None = None, timeout: float | None = None) -> Lease:
         """Keep a version, and use its tensors where they lie: a context manager.
@@ -353,8 +387,7 @@ class Store:
         """Release the memory that this handle uses, and end the connection that ``connect`` has made. The
         store itself is not touched.
         """
-        if self._putting is not None:
-            self._putting.shutdown(wait=False)
+        self._putting.shutdown(wait=False)
         self._subscriptions.close()
         self._handle.close()
         if self._owned is not None:
@@ -394,15 +427,14 @@ class Store:
             return False
         with self._following:
             if self._handle is gone:
-                successor = successors.find(gone.agent, gone.home, gone.name)
-                if successor is None:
+                handle = successors.open_again(gone.agent, gone.home, gone.name, None, gone.copies)
+                if handle is None:
                     return False
-                where = gone.agent, self.name, successor
-                self._handle = successors.open_store(*where, copies=gone.copies, home=gone.home)
+                self._handle = handle
                 gone.close()
                 gone.end_copy()
                 text = "store '%s' goes on on worker '%s', as worker '%s' is lost"
-                logger.warning(text, self.name, successor, gone.on)
+                logger.warning(text, self.name, self.on, gone.on)
             return True
 
 
@@ -427,10 +459,10 @@ def _opened(agent: Agent, name: str, on: WorkerReference, keep: int | None, copi
         return successors.open_store(agent, name, get_worker_info(on).name, keep, copies)
     except (UnknownWorkerError, WorkerLostError):
         home = on if isinstance(on, str) else getattr(on, "name", None)
-        successor = successors.find(agent, home, name) if home and copies > 1 else None
-        if home is None or successor is None:
+        handle = successors.open_again(agent, home, name, keep, copies) if home and copies > 1 else None
+        if handle is None:
             raise
-        return successors.open_store(agent, name, successor, keep, copies, home)
+        return handle
 
 
 def _asked(version: Any) -> int | str | None:

@@ -17,13 +17,12 @@ from farcall.weights.copies import Copy
 from farcall.weights.errors import WeightsError
 from farcall.weights.handle import Handle, called_at
 from farcall.weights.keeper import Keeper
-from farcall.weights.node import Node, node_at, node_of
+from farcall.weights.node import Node, current_node, node_at
 from rpc.agent.agent import Agent
 from rpc.errors import RpcError
-from rpc.runtime.current import current_agent
 from rpc.serialization.settings import allow_function
 
-__all__ = ["find", "open_store"]
+__all__ = ["open_again", "open_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +36,6 @@ _ROUNDS: Final = 3
 """How often all workers are asked while one of them still reaches the store."""
 
 _taking_over: Final = threading.Lock()
-
-
-def _node() -> Node:
-    agent = current_agent()
-    if not isinstance(agent, Agent):
-        raise WeightsError("a store needs an agent of farcall's own backends")
-    return node_of(agent)
 
 
 def _copies_of(node: Node, home: str, name: str) -> list[Copy]:
@@ -61,7 +53,7 @@ def rank(home: str, name: str) -> int:
     """Called at all workers: return how recent the copy here is if the store's worker is lost: one more than
     the serial of its newest version. 0 if there is none here; -1 if this worker still reaches the store.
     """
-    node = _node()
+    node = current_node()
     ranks = [
         _ALIVE if each.source_store.is_there() else 1 + (each.newest or 0)
         for each in _copies_of(node, home, name)
@@ -74,7 +66,7 @@ def rank(home: str, name: str) -> int:
 @allow_function
 def take_over(home: str, name: str) -> None:
     """Called at the worker that keeps a store from now on."""
-    node = _node()
+    node = current_node()
     with _taking_over:
         if isinstance(node.stores.get((home, name)), Copy):
             return
@@ -134,7 +126,7 @@ def opened(incarnation: int, home: str, name: str, keep: int | None, copies: int
     node = node_at(incarnation)
     store = None if node is None else node.stores.get((home, name))
     if store is None:
-        node = _node()
+        node = current_node()
         agent = node.agent
         if (agent.incarnation, agent.info.name) != (incarnation, home):
             raise WeightsError(f"store '{name}' is not here")
@@ -153,8 +145,6 @@ def open_store(
     keep: int | None = None,
     copies: int = 1,
     home: str | None = None,
-    *,
-    admits: bool = False,
 ) -> Handle:
     """Return a handle of a store; see ``Store``. ``home``: the worker that ``on`` has taken it over from, if
     it has.
@@ -166,7 +156,13 @@ def open_store(
         if not isinstance(answer, str):
             break
         on = answer  # this worker has taken it over
-    handle = Handle(agent, name, on, home, answer, Copy, admits=admits)
+    handle = Handle(agent, name, on, home, answer, Copy)
     if handle.copies > 1 and on != agent.info.name:
         handle.offer()
     return handle
+
+
+def open_again(agent: Agent, home: str, name: str, keep: int | None, copies: int) -> Handle | None:
+    """Return a handle of a store whose worker is lost, at the one that keeps it now; None if none does."""
+    successor = find(agent, home, name)
+    return None if successor is None else open_store(agent, name, successor, keep, copies, home)

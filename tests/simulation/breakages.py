@@ -58,7 +58,7 @@ GUARDS: Final = (
         tests="tests/unit/rpc/group/test_heartbeat.py tests/unit/rpc/transport/test_transports.py",
     ),
     Deletion("control messages are counted by their sender", _CONTROL, "exchange.posted += 1"),
-    Deletion("control messages are counted when handled", _CONTROL, "self.handled += len(messages)"),
+    Deletion("control messages are counted when handled", _CONTROL, "exchange.handled += count"),
     Deletion(
         "control messages' acknowledgements are taken in",
         _CONTROL,

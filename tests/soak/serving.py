@@ -5,9 +5,9 @@
     python -m tests.soak.serving --clients 64 --seconds 60
 
 The server is a process of its own; each client has a connection of its own. They call, stream, give streams
-up, send several calls in one message, and have calls joined. It prints what the server was like at each tenth
-of the time. It fails if a call fails or has a wrong result, if memory or descriptors grow, or if a call that
-comes as the server is stopped is neither answered nor told ``UNAVAILABLE``.
+up, send several calls in one message, and have calls joined. It fails if a call fails or has a wrong result,
+if memory or descriptors grow, or if a call that comes as the server is stopped is neither answered nor told
+``UNAVAILABLE``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import argparse
 import asyncio
 import os
 import random
-import statistics
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from time import perf_counter
 from typing import Final
 
@@ -32,7 +30,7 @@ import numpy as np
 import farcall
 from farcall.client import AsyncClient, CallError
 from farcall.serving import Batching, Endpoint
-from tests.support.gateway import ServerProcess, with_server
+from tests.support.gateway import ServerProcess, memory_mib, with_server
 
 __all__ = ["main"]
 
@@ -77,21 +75,6 @@ def _serve(connection: Connection) -> None:
         connection.recv()
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """What a process is like."""
-
-    memory_mib: float
-    descriptors: int
-    threads: int
-
-    @classmethod
-    def of(cls, pid: int) -> _Sample:
-        said = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        memory = int(said["VmRSS"].split()[0]) / 1024
-        return cls(memory, len(os.listdir(f"/proc/{pid}/fd")), int(said["Threads"]))
-
-
 # ---- the clients
 
 
@@ -100,7 +83,6 @@ class _Seen:
     """What clients have seen."""
 
     calls: Counter[str] = field(default_factory=Counter)
-    seconds: list[float] = field(default_factory=list)
     wrong: Counter[str] = field(default_factory=Counter)
     refused: int = 0
     stopping: bool = False
@@ -133,13 +115,11 @@ class _Caller:
         moves = [self.call, self.call_joined, self.stream, self.give_up, self.call_several]
         while not (self._seen.stopping and ended()):
             move = self._chance.choice(moves)
-            begun = perf_counter()
             try:
                 right = await move()
             except CallError as error:
                 self._seen.note(error)
                 continue
-            self._seen.seconds.append(perf_counter() - begun)
             self._seen.calls[move.__name__] += 1
             if not right:
                 self._seen.wrong[f"{move.__name__}: a wrong result"] += 1
@@ -173,25 +153,22 @@ class _Caller:
 
 
 async def _load(count: int, seconds: float, server: ServerProcess) -> list[str]:
-    """Prints what happens; returns what is wrong."""
-    seen, samples = _Seen(), []
+    """Print what happens; returns what is wrong."""
+    seen = _Seen()
+    memory: list[float] = []
+    descriptors: list[int] = []
     callers = [_Caller(server.port, seed, seen) for seed in range(count)]
-    print(f"{'':>6}{'calls/s':>9}{'p50 ms':>8}{'p99 ms':>8}{'RSS MiB':>9}{'descriptors':>13}{'threads':>9}")
     async with asyncio.TaskGroup() as group:
         for each in callers:
             group.create_task(each.until(lambda: not server.process.is_alive()))
         begun = perf_counter()
         for number in range(1, _SAMPLES + 1):
-            before, since = seen.calls.total(), perf_counter()
-            seen.seconds.clear()
             await asyncio.sleep(begun + seconds * number / _SAMPLES - perf_counter())
-            sample = _Sample.of(server.pid)
-            samples.append(sample)
-            rate = (seen.calls.total() - before) / (perf_counter() - since)
-            cuts = statistics.quantiles(seen.seconds, n=100) if len(seen.seconds) > 1 else [float("nan")] * 99
+            memory.append(memory_mib(server.pid))
+            descriptors.append(len(os.listdir(f"/proc/{server.pid}/fd")))
             print(
-                f"{perf_counter() - begun:5.0f}s{rate:9.0f}{1e3 * cuts[49]:8.1f}{1e3 * cuts[98]:8.1f}"
-                f"{sample.memory_mib:9.1f}{sample.descriptors:13}{sample.threads:9}",
+                f"{perf_counter() - begun:5.0f} s: {seen.calls.total()} calls, {memory[-1]:.1f} MiB, "
+                f"{descriptors[-1]} descriptors",
                 flush=True,
             )
         answered = seen.calls.total()
@@ -201,20 +178,18 @@ async def _load(count: int, seconds: float, server: ServerProcess) -> list[str]:
     print(f"as it was stopped: {seen.calls.total() - answered} answered, {seen.refused} told UNAVAILABLE")
     for each in callers:
         await each.client.close()
-    return [f"{times} x {what}" for what, times in seen.wrong.items()] + _grown(samples[_WARM - 1 :])
+    return [
+        *(f"{times} x {what}" for what, times in seen.wrong.items()),
+        *_grown("memory in MiB", memory[_WARM - 1 :], _MEMORY_MIB),
+        *_grown("descriptors", descriptors[_WARM - 1 :], 0),
+    ]
 
 
-def _grown(samples: Sequence[_Sample]) -> list[str]:
-    """What grew; descriptors and threads come and go, so that the most of each half is compared."""
-    wrong = []
-    halves = samples[: len(samples) // 2], samples[len(samples) // 2 :]
-    memory = [max(each.memory_mib for each in half) for half in halves]
-    if memory[1] - memory[0] > _MEMORY_MIB:
-        wrong.append(f"memory has grown from {memory[0]:.1f} to {memory[1]:.1f} MiB")
-    descriptors = [max(each.descriptors for each in half) for half in halves]
-    if descriptors[1] > descriptors[0]:
-        wrong.append(f"descriptors have grown from {descriptors[0]} to {descriptors[1]}")
-    return wrong
+def _grown(what: str, samples: Sequence[float], most: float) -> list[str]:
+    """What has grown; all of it comes and goes, so that the most of each half is compared."""
+    half = len(samples) // 2
+    before, after = max(samples[:half]), max(samples[half:])
+    return [f"{what} has grown from {before:g} to {after:g}"] if after - before > most else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

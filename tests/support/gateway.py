@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from farcall.client import Client
 from farcall.serving import Server
 
-__all__ = ["Connect", "Gate", "Scale", "Serve", "ServerProcess", "count", "fail", "with_server"]
+__all__ = ["Connect", "Gate", "Scale", "Serve", "ServerProcess", "count", "fail", "memory_mib", "with_server"]
 
 Serve = Callable[..., Server]
 Connect = Callable[..., Client]
@@ -69,6 +70,12 @@ class Gate:
             await asyncio.Event().wait()
         finally:
             self.closed.set()
+
+
+def memory_mib(pid: int) -> float:
+    """Resident memory of a process."""
+    said = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(said["VmRSS"].split()[0]) / 1024
 
 
 class ServerProcess:

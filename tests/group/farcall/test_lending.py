@@ -77,41 +77,50 @@ def run_here(worker: Worker, folder: Path, arguments: list[str]) -> tuple[int, s
 
 
 PRINT = "print(library.imported, library.is_there, library.look())\n"
-
-
-def test_a_library_that_looks_for_it_does_not_find_it(run_workers: RunWorkers, tmp_path: Path) -> None:
-    assert run(run_workers, tmp_path, "import library\n" + PRINT) == ["False False False"]
-
-
-def test_the_program_may_look_too(run_workers: RunWorkers, tmp_path: Path) -> None:
-    program = "import library\nfrom importlib.util import find_spec\nprint(find_spec('torch_xla'))\n" + PRINT
-    assert run(run_workers, tmp_path, program) == ["None", "False False False"]
-
-
-@pytest.mark.parametrize("module", [False, True])
-def test_by_an_option_everybody_finds_it(run_workers: RunWorkers, tmp_path: Path, module: bool) -> None:
-    assert run(run_workers, tmp_path, "import library\n" + PRINT, "--xla", module=module) == [
-        "True True True"
-    ]
+AGAIN = "from farcall import compat\ncompat.uninstall()\ncompat.install({})\nimport library\n"
+LOOKS = "import library\nfrom importlib.util import find_spec\nprint(find_spec('torch_xla'))\n"
 
 
 @pytest.mark.parametrize(
-    ("line", "module"), [("from torch_xla import runtime", False), ("import torch_xla.runtime as xr", True)]
+    ("program", "options", "module", "printed"),
+    [
+        ("import library\n" + PRINT, [], False, ["False False False"]),
+        (LOOKS + PRINT, [], False, ["None", "False False False"]),
+        ("import library\n" + PRINT, ["--xla"], False, ["True True True"]),
+        ("import library\n" + PRINT, ["--xla"], True, ["True True True"]),
+        ("import library\nfrom torch_xla import runtime\n" + PRINT, [], False, ["True True True"]),
+        ("import library\nimport torch_xla.runtime as xr\n" + PRINT, [], True, ["True True True"]),
+        (
+            f"import library, helpers\n{PRINT}helpers.begin()\nprint(library.look())\n",
+            [],
+            False,
+            ["False False False", "True"],
+        ),
+        (AGAIN.format("") + PRINT, [], False, ["False False False"]),
+        (AGAIN.format("xla=True") + PRINT, [], False, ["True True True"]),
+    ],
+    ids=[
+        "a library looks",
+        "the program looks",
+        "an option",
+        "an option, and a module",
+        "an import at the top",
+        "an import at the top of a module",
+        "a later import",
+        "names that the program installs",
+        "names that the program installs for all",
+    ],
 )
-def test_a_program_that_imports_it_at_its_top_has_it_for_all(
-    run_workers: RunWorkers, tmp_path: Path, line: str, module: bool
-) -> None:
-    assert run(run_workers, tmp_path, f"import library\n{line}\n" + PRINT, module=module) == [
-        "True True True"
-    ]
-
-
-def test_where_the_program_imports_it_later_all_find_it_from_then_on(
-    run_workers: RunWorkers, tmp_path: Path
+def test_who_finds_it(
+    run_workers: RunWorkers,
+    tmp_path: Path,
+    program: str,
+    options: list[str],
+    module: bool,
+    printed: list[str],
 ) -> None:
     (tmp_path / "helpers.py").write_text("def begin():\n    import torch_xla.runtime\n")
-    program = f"import library, helpers\n{PRINT}helpers.begin()\nprint(library.look())\n"
-    assert run(run_workers, tmp_path, program) == ["False False False", "True"]
+    assert run(run_workers, tmp_path, program, *options, module=module) == printed
 
 
 @pytest.mark.processes
@@ -128,11 +137,3 @@ def test_children_have_what_their_parent_has(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
-
-
-@pytest.mark.parametrize(("given", "found"), [("", "False False False"), ("xla=True", "True True True")])
-def test_a_program_that_installs_the_names_itself_is_treated_the_same(
-    run_workers: RunWorkers, tmp_path: Path, given: str, found: str
-) -> None:
-    begin = f"from farcall import compat\ncompat.uninstall()\ncompat.install({given})\nimport library\n"
-    assert run(run_workers, tmp_path, begin + PRINT) == [found]

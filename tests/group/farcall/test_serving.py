@@ -82,60 +82,47 @@ def test_calls_in_asyncio(serve: Serve) -> None:
 
 def test_description(serve: Serve, connect: Connect) -> None:
     rows = TensorSpec("float32", (-1, 2))
-    client = connect(serve({"scale": Endpoint(Scale(), inputs={"rows": rows}, batching=Batching())}))
-    (found,) = client.describe()
+    scale = Endpoint(Scale(), inputs={"rows": rows}, batching=Batching())
+    client = connect(serve({"scale": scale, "add": partial(torch.add, 1)}))
+    added, found = client.describe()
+    assert added.doc.startswith("add(input, other"), "that of the function"
     assert (found.name, found.doc, found.batched, found.streams) == ("scale", "Scales rows.", True, False)
     given, shift = found.parameters
     assert (given.name, given.type, list(given.tensor.shape)) == ("rows", "torch.Tensor", [-1, 2])
     assert (shift.name, shift.optional, shift.default_value) == ("shift", True, "0.0")
 
 
-def test_inputs_of_what_takes_any_arguments_are_described_and_checked_in_their_order(
-    serve: Serve, connect: Connect
-) -> None:
-    rows = TensorSpec("float32", (-1, 2))
-    client = connect(serve({"any": Endpoint(lambda *args, **kwargs: len(args), inputs={"rows": rows})}))
-    (found,) = client.describe()
-    assert [(each.name, list(each.tensor.shape)) for each in found.parameters] == [
-        ("rows", [-1, 2]),
-        ("*args", []),
-        ("**kwargs", []),
-    ]
-    assert client.call("any", np.ones((1, 2), np.float32)) == 1
-    for args, kwargs in (([1.0], {}), ([], {"rows": 1.0})):
-        with pytest.raises(ServedError, match=r"rows must be a tensor float32\[-1, 2\], float came"):
-            client.call("any", *args, **kwargs)
-
-
-def test_inputs_of_what_takes_other_arguments_too_come_after_its_parameters(
+def test_inputs_that_no_parameter_names_come_by_position_after_those_that_one_does(
     serve: Serve, connect: Connect
 ) -> None:
     def scale(rows: torch.Tensor, *more: torch.Tensor, by: float = 1.0, **others: torch.Tensor) -> int:
         return 1 + len(more) + len(others)
 
-    spec = TensorSpec("float32", (-1, 2))
-    client = connect(serve({"scale": Endpoint(scale, inputs={"mask": spec})}))
-    (found,) = client.describe()
-    assert [each.name for each in found.parameters] == ["rows", "mask", "*more", "by", "**others"]
+    inputs = {"mask": TensorSpec("float32", (-1, 2))}
+    anything = Endpoint(lambda *args, **kwargs: len(args), inputs=inputs)
+    client = connect(serve({"any": anything, "scale": Endpoint(scale, inputs=inputs)}))
+    first, second = client.describe()
+    assert [(each.name, list(each.tensor.shape)) for each in first.parameters] == [
+        ("mask", [-1, 2]),
+        ("*args", []),
+        ("**kwargs", []),
+    ]
+    assert [each.name for each in second.parameters] == ["rows", "mask", "*more", "by", "**others"]
     rows, mask = np.ones((1, 3)), np.ones((1, 2), np.float32)
-    assert client.call("scale", rows, by=2.0) == 1
+    assert client.call("any", mask) == client.call("scale", rows, by=2.0) == 1
     assert client.call("scale", rows, mask) == client.call("scale", rows, mask=mask) == 2
-    with pytest.raises(ServedError, match=r"mask must be a tensor float32\[-1, 2\], float64\[1, 3\] came"):
-        client.call("scale", rows, rows)
+    refused: list[tuple[str, list[Any], dict[str, Any]]]
+    refused = [("any", [rows], {}), ("any", [], {"mask": rows}), ("scale", [rows, rows], {})]
+    for name, args, kwargs in refused:
+        with pytest.raises(
+            ServedError, match=r"mask must be a tensor float32\[-1, 2\], float64\[1, 3\] came"
+        ):
+            client.call(name, *args, **kwargs)
 
 
 def test_inputs_that_are_no_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="'images', but the parameters are called 'rows', 'shift'"):
         Endpoint(Scale(), inputs={"images": TensorSpec("float32", (1,))})
-
-
-def test_the_documentation_of_a_partial_function_is_the_functions() -> None:
-    assert Endpoint(partial(documented, 1)).text == "What it does."
-
-
-def documented(given: int) -> int:
-    """What it does."""
-    return given
 
 
 @pytest.mark.parametrize(
@@ -229,7 +216,8 @@ def test_metrics_and_the_access_log(serve: Serve, connect: Connect, caplog: pyte
 @in_worker0()
 def test_what_is_on_other_workers_is_called_there() -> None:
     served = {"reference": rpc.remote("worker1", Scale), "module": RemoteModule("worker1", Scale)}
-    with farcall.serve(served) as server, clients.connect(f"localhost:{server.port}") as client:
+    assert rpc.serve is farcall.serve
+    with rpc.serve(served) as server, clients.connect(f"localhost:{server.port}") as client:
         assert float(client.call("reference", 2.0)) == 6.0
         assert float(client.call("module", 2.0, shift=1.0)) == 7.0
         with pytest.raises(ServedError) as caught:

@@ -197,7 +197,9 @@ def test_certificates_that_are_not_good(serve: Serve, tmp_path: Path, cert: str,
         serve({"scale": Scale()}, tls=TlsOptions(*files))
 
 
-def test_a_port_for_metrics_that_is_taken(serve: Serve) -> None:
+def test_a_port_that_is_taken(serve: Serve) -> None:
     port = serve({"scale": Scale()}).port
+    with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port}"):
+        serve({"scale": Scale()}, port=port)
     with pytest.raises(OSError, match=f"metrics cannot be served at 127.0.0.1:{port}: Address already"):
         serve({"scale": Scale()}, metrics_port=port)

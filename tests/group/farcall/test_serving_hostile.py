@@ -6,7 +6,8 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +27,36 @@ CODE = grpc.StatusCode
 SECONDS = 60.0
 
 
-def leave(*_: Any) -> None:
-    sys.exit(3)
-
-
-def give_up(*_: Any) -> None:
-    raise asyncio.CancelledError
-
-
-def end(*_: Any) -> None:
-    raise StopIteration
-
-
-def close(*_: Any) -> None:
-    raise GeneratorExit
-
-
 class Panic(BaseException):
     """Such as libraries in Rust raise."""
 
 
-def panic(*_: Any) -> None:
-    raise Panic
+ENDS: dict[str, Callable[[], BaseException]] = {
+    "leave": partial(SystemExit, 3),
+    "give_up": asyncio.CancelledError,
+    "end": StopIteration,
+    "close": GeneratorExit,
+    "panic": Panic,
+}
+"""What functions raise that are served, by their names."""
 
 
-async def leave_async() -> None:
-    sys.exit(3)
+def raising(error: Callable[[], BaseException]) -> Callable[..., None]:
+    def function(*_: Any) -> None:
+        raise error()
+
+    return function
 
 
-async def give_up_async() -> None:
-    raise asyncio.CancelledError
+def raising_async(error: Callable[[], BaseException]) -> Callable[[], Awaitable[None]]:
+    async def function() -> None:
+        raise error()
+
+    return function
 
 
-async def close_async() -> None:
-    raise GeneratorExit
-
-
-async def panic_async() -> None:
-    raise Panic
+PLAIN = {name: raising(error) for name, error in ENDS.items()}
+ASYNC = {f"{name}_async": raising_async(error) for name, error in ENDS.items() if name != "end"}
 
 
 def leave_amid() -> Iterator[int]:
@@ -108,10 +101,6 @@ def fail(kind: str) -> None:
     raise ValueError({"wide": "\U0001f600" * 3000, "broken": "a\ud800b", "percent": "%" * 3000}[kind])
 
 
-PLAIN = (leave, give_up, end, close, panic)
-ASYNC = (leave_async, give_up_async, close_async, panic_async)
-
-
 FORKS = """
 import os
 
@@ -135,15 +124,16 @@ with farcall.serve({"fork": fork}) as server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    functions = (*PLAIN, *ASYNC, leave_amid, leave_amid_async, leave_at_last_async, fail, begin_task)
+    functions = (leave_amid, leave_amid_async, leave_at_last_async, fail, begin_task)
+    named = {each.__name__: each for each in functions}
     joined = {
-        f"{each.__name__}_joined": Endpoint(each, batching=Batching(2, 0.0)) for each in (leave, give_up)
+        f"{name}_joined": Endpoint(PLAIN[name], batching=Batching(2, 0.0)) for name in ("leave", "give_up")
     }
-    with farcall.serve({each.__name__: each for each in functions} | joined, tracebacks=True) as server:
+    with farcall.serve(PLAIN | ASYNC | named | joined, tracebacks=True) as server:
         yield server
 
 
-@pytest.mark.parametrize("name", [each.__name__ for each in (*PLAIN, *ASYNC)])
+@pytest.mark.parametrize("name", [*PLAIN, *ASYNC])
 def test_what_is_served_cannot_end_the_server(server: Server, name: str) -> None:
     with clients.connect(f"localhost:{server.port}") as client:
         for _ in range(2):

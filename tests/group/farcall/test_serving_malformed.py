@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,43 +14,15 @@ import torch
 
 from farcall.grpc.values import Elements
 from farcall.serving.tensors import TorchTensors
-from farcall.v1 import service_pb2, value_pb2
+from tests.fuzz import gateway
 from tests.support.effort import EFFORT
 from tests.support.gateway import Connect, Gate, Scale, Serve
 
 CODE = grpc.StatusCode
 
 
-def test_what_is_malformed_is_the_callers_error_and_the_server_lives_on(
-    serve: Serve, connect: Connect
-) -> None:
-    server = serve({"scale": Scale()})
-    call = service_pb2.Invocation(name="scale")
-    call.args.add().tensor.MergeFrom(
-        value_pb2.Tensor(dtype=value_pb2.DTYPE_FLOAT32, shape=[2, 2], data=bytes(16))
-    )
-    call.kwargs["shift"].number = 1.0
-    genuine = service_pb2.CallRequest(call=call).SerializeToString()
-    chance = random.Random(0)
-    seen = set()
-    with grpc.insecure_channel(f"localhost:{server.port}") as channel:
-        methods = [
-            channel.unary_unary(f"/farcall.v1.FarcallService/{name}")
-            for name in ("Call", "Batch", "Describe")
-        ]
-        methods.append(channel.unary_unary("/inference.GRPCInferenceService/ModelInfer"))
-        for _ in range(500 * EFFORT):
-            mutated = bytearray(genuine)
-            for _ in range(chance.randint(1, 4)):
-                mutated[chance.randrange(len(mutated))] = chance.randrange(256)
-            answer = chance.choice(methods).with_call
-            try:
-                seen.add(answer(bytes(mutated[: chance.randint(1, len(mutated))]), timeout=60)[1].code())
-            except grpc.RpcError as error:
-                seen.add(error.code())
-    assert seen <= {CODE.OK, CODE.INVALID_ARGUMENT, CODE.NOT_FOUND, CODE.INTERNAL}
-    assert CODE.INVALID_ARGUMENT in seen
-    assert float(connect(server).call("scale", 1.0)) == 3.0
+def test_mutated_requests_get_the_answers_that_they_deserve_and_the_server_lives_on(serve: Serve) -> None:
+    assert gateway.attack(serve(gateway.SERVED).port, os.getpid(), 500 * EFFORT, seed=0) == []
 
 
 def test_a_large_request_that_is_being_read_holds_up_no_other(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -26,40 +26,8 @@ from farcall.weights.versions import Who
 from rpc.errors import NoMemoryError
 from rpc.runtime.current import current_agent
 from tests.support.process_groups import process_group
+from tests.support.weights import SHAPE, be_on, empty, holds, rows, same, whole
 from tests.support.workers import RunWorkers, Worker
-
-SHAPE = (6, 10)
-
-
-def whole(number: int) -> torch.Tensor:
-    """A tensor whose bits tell which version it belongs to, NaNs among them."""
-    bits = torch.arange(60, dtype=torch.int16) + number * 1000
-    bits[:3] = torch.tensor([0x7FC1, 0x7F81, -1])
-    return bits.view(torch.bfloat16).view(SHAPE)
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.contiguous().view(torch.int16), right.contiguous().view(torch.int16))
-
-
-def rows(number: int, rank: int) -> dict[str, Block]:
-    return {"w": Block(whole(number)[3 * rank : 3 * rank + 3], (3 * rank, 0), SHAPE)}
-
-
-def empty() -> torch.Tensor:
-    return torch.zeros(SHAPE, dtype=torch.bfloat16)
-
-
-@pytest.fixture
-def store(tmp_path: Any) -> Iterator[Store]:
-    """A store in a group of this process alone."""
-    options = rpc.AgentOptions(init_method=f"file://{tmp_path}/meeting")
-    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
-    try:
-        yield Store("policy", on="worker0", keep=2)
-    finally:
-        rpc.shutdown()
-
 
 # ---- one process
 
@@ -109,6 +77,8 @@ def test_newest_and_newer(store: Store) -> None:
     assert same(into["w"], whole(3))
     with pytest.raises(TimeoutError, match="no version newer than 3 within"):
         store.get(into, newer_than=3, timeout=0.01)
+    with pytest.raises(TimeoutError, match="no version newer than 9 within"):
+        store.get(into, newer_than=9, timeout=0)  # a number that never was is compared as a number
     with pytest.raises(TimeoutError, match="no version 9 within"):
         store.get(into, version=9, timeout=0.01)
     with pytest.raises(WeightsError, match=r"has version 5 no longer: it keeps the newest 2"):
@@ -173,9 +143,7 @@ def test_parts_that_do_not_fit_leave_the_version_open(store: Store) -> None:
     assert store.put(1, rows(1, 0), part=(0, 2)) is False, "a part that is given twice does no harm"
     assert store.put(1, rows(1, 1), part=(1, 2)) is True
     assert store.put(1, rows(1, 0), part=(0, 2)) is True
-    into = empty()
-    store.get({"w": into})
-    assert same(into, whole(1))
+    assert holds(store, 1)
 
 
 def test_a_version_does_not_change(store: Store) -> None:
@@ -186,7 +154,7 @@ def test_a_version_does_not_change(store: Store) -> None:
     store.drop(1)
     store.put(1, {"w": whole(2)})
     into = empty()
-    store.get({"w": into})
+    assert store.get({"w": into}) == 1
     assert same(into, whole(2))
 
 
@@ -284,13 +252,11 @@ def test_without_memory_for_a_copy_versions_are_read_directly(
         raise NoMemoryError("this host has none")
 
     monkeypatch.setattr(segments_module, "Segment", refuse)
-    into = {"w": empty()}
-    assert far.get(into) == 1
+    assert holds(far, 1)
     with far.lease() as lease:
         assert same(lease["w"], whole(1))
-    assert same(into["w"], whole(1))
     assert store.usage()["leases"] == 0
-    assert store.get(into) == 1
+    assert holds(store, 1)
 
 
 def test_tensors_of_a_lease_are_the_readers_own(store: Store) -> None:
@@ -326,13 +292,6 @@ def test_tensors_of_a_lease_have_memory_whatever_the_default_device(
     assert same(read, whole(1))
 
 
-def test_handles_of_one_process_have_leases_of_their_own(store: Store) -> None:
-    store.put(1, {"w": whole(1)})
-    with store.lease(1), Store("policy", on="worker0").lease(1), store.lease(1):
-        assert store.usage()["leases"] == 3
-    assert store.usage()["leases"] == 0
-
-
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_lost_writer_changes_no_whole_version(
     store: Store, monkeypatch: pytest.MonkeyPatch, *, ended: bool
@@ -350,9 +309,7 @@ def test_a_lost_writer_changes_no_whole_version(
     if not ended:
         known.zero_()
         assert store.put(1, rows(1, 0), part=(0, 2)) is True
-    into = empty()
-    store.get({"w": into})
-    assert same(into, whole(1))
+    assert holds(store, 1)
     assert store.usage()["bytes"] == 128
 
 
@@ -384,7 +341,7 @@ def test_a_version_is_whole_once_both_puts_of_a_handle_have_ended(
 
 def publish(worker: Worker, numbers: int, *, far: bool = False) -> None:
     if far:
-        be_far()
+        be_on("another host")
     with worker.group():
         store = Store("policy", on="worker0")
         for number in range(numbers):
@@ -392,15 +349,9 @@ def publish(worker: Worker, numbers: int, *, far: bool = False) -> None:
         worker.wait_for("end")
 
 
-def be_far() -> None:
-    """This process behaves as on another host than the store's."""
-    for module in (handle_module, keeper_module):
-        setattr(module, "host_identity", lambda: "another host")  # noqa: B010  # mypy knows both
-
-
 def follow(worker: Worker, last: int, *, far: bool = False) -> list[int]:
     if far:
-        be_far()
+        be_on("another host")
     with worker.group():
         store = Store("policy", on="worker0")
         columns = empty()[:, :5]
@@ -436,7 +387,7 @@ def test_large_tensors_go_to_other_hosts_in_blocks(run_workers: RunWorkers) -> N
 
 def exchange_large(worker: Worker) -> tuple[bool, bool] | None:
     if worker.rank:
-        be_far()
+        be_on("another host")
     with worker.group():
         store = Store("policy", on="worker0")
         large = torch.arange(5_000_000, dtype=torch.int32).view(2, -1)
@@ -450,7 +401,7 @@ def exchange_large(worker: Worker) -> tuple[bool, bool] | None:
 
 def read_far(worker: Worker) -> list[int]:
     """Read three versions, at the pace of the test; returns what the store has sent after each."""
-    be_far()
+    be_on("another host")
     with worker.group():
         store = Store("policy", on="worker0")
         into = {"w": torch.zeros(1000, 1000)}
@@ -504,19 +455,18 @@ def test_a_host_fetches_a_version_once_and_then_what_has_changed(run_workers: Ru
         assert third - second == 4_000_000
 
 
-def put_at_once(worker: Worker) -> list[bool]:
+def put_at_once(worker: Worker) -> bool:
     """Several workers put the same part of each version, as data-parallel ranks do."""
     with worker.group():
         store = Store("policy", on="worker0")
         for number in range(10):
             store.put(number, {"w": whole(number)})
             rpc.barrier()  # as the collectives of a step keep the ranks together
-        into = {"w": empty()}
-        return [store.get(into) == 9, same(into["w"], whole(9))]
+        return holds(store, 9)
 
 
 def test_workers_may_put_the_same_part(run_workers: RunWorkers) -> None:
-    assert run_workers(put_at_once, 3) == [[True, True]] * 3
+    assert run_workers(put_at_once, 3) == [True] * 3
 
 
 def shard(worker: Worker) -> list[bool]:

@@ -5,32 +5,14 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-import torch
 
 import rpc
-from farcall.weights import Block, Store
-from farcall.weights import handle as handle_module
-from farcall.weights import keeper as keeper_module
+from farcall.weights import Store
 from farcall.weights.node import node_of
-from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
 from tests.support.streams import until
+from tests.support.weights import be_on, holds, rows, same, whole
 from tests.support.workers import RunWorkers, Worker
-
-SHAPE = (6, 10)
-
-
-def whole(number: int) -> torch.Tensor:
-    return torch.arange(60.0).view(SHAPE) + 100 * number
-
-
-def half(number: int, rank: int) -> dict[str, Block]:
-    return {"w": Block(whole(number)[3 * rank : 3 * rank + 3], (3 * rank, 0), SHAPE)}
-
-
-def holds(store: Store, number: int, **wanted: Any) -> bool:
-    into = torch.zeros(SHAPE)
-    return store.get({"w": into}, **wanted) == number and torch.equal(into, whole(number))
 
 
 def open_store(keep: int = 2) -> Store:
@@ -44,23 +26,17 @@ def keep(worker: Worker) -> None:
     worker.wait_for("never")
 
 
-def be_far(host: str) -> None:
-    """This process behaves as on another host than the store's."""
-    for module in (handle_module, keeper_module):
-        setattr(module, "host_identity", lambda: host)  # noqa: B010  # mypy knows both
-
-
 def train(worker: Worker) -> list[Any]:
     worker.join()
     worker.wait_for("open")
     store = open_store()
     seen: list[Any] = [store.put(1, {"w": whole(1)}), store.put(2, {"w": whole(2)})]
-    seen += [store.put(3, half(3, 0), part=(0, 2)), store.usage()["copies"]]
+    seen += [store.put(3, rows(3, 0), part=(0, 2)), store.usage()["copies"]]
     worker.report("has put")
     worker.wait_for("killed")
-    seen.append(store.put(3, half(3, 1), part=(1, 2)))  # the other part was lost
+    seen.append(store.put(3, rows(3, 1), part=(1, 2)))  # the other part was lost
     seen.append(store.usage()["open"])
-    seen.append(store.put(3, half(3, 0), part=(0, 2)))
+    seen.append(store.put(3, rows(3, 0), part=(0, 2)))
     seen += [store.on, store.versions()]
     rpc.shutdown(graceful=False)
     return seen
@@ -68,7 +44,7 @@ def train(worker: Worker) -> list[Any]:
 
 def read(worker: Worker, *, far: bool) -> list[Any]:
     if far:
-        be_far("another host")
+        be_on("another host")
     worker.join()
     worker.wait_for("open")
     store = open_store()
@@ -80,7 +56,7 @@ def read(worker: Worker, *, far: bool) -> list[Any]:
         worker.wait_for("wait")
         worker.report("waits")
         seen.append(holds(store, 3, newer_than=2))
-        seen.append(torch.equal(kept["w"], whole(1)))
+        seen.append(same(kept["w"], whole(1)))
     seen.append(holds(store, 2, version=2))
     seen.append(holds(open_store(), 3))  # by the name of the worker that is gone
     seen.append(store.on)
@@ -129,7 +105,7 @@ def test_another_worker_takes_over(run_workers: RunWorkers, *, far: bool) -> Non
 def stay(worker: Worker, *, far: bool = False, put: bool = False) -> None:
     """Open the store, and say on request which worker has it and what is read."""
     if far:
-        be_far("another host")
+        be_on("another host")
     worker.join(dynamic=True)
     store = open_store(keep=1)
     if put:
@@ -183,31 +159,3 @@ def test_copies_follow_one_another(run_workers: RunWorkers) -> None:
     assert sees(later) == ["worker0", True]
     for worker in (later, again):
         worker.kill()
-
-
-def keep_one(worker: Worker) -> None:
-    worker.join()
-    Store("policy", on="worker0")
-    worker.report("ready")
-    worker.wait_for("never")
-
-
-def lose(worker: Worker) -> None:
-    worker.join()
-    worker.wait_for("open")
-    store = Store("policy", on="worker0")
-    worker.report("open")
-    with pytest.raises(WorkerLostError, match="store 'policy' is gone with worker 'worker0'"):
-        store.get({})
-    with pytest.raises(WorkerLostError):
-        open_store()
-    rpc.shutdown(graceful=False)
-
-
-def test_without_another_copy_the_loss_is_told(run_workers: RunWorkers) -> None:
-    workers = run_workers.start([keep_one, lose], 2)
-    workers[0].wait_for("ready")
-    workers[1].tell("open")
-    workers[1].wait_for("open")
-    workers[0].kill()
-    workers[1].result()

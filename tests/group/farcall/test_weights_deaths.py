@@ -12,8 +12,8 @@ from farcall.weights import handle as handle_module
 from farcall.weights.node import node_of
 from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
-from tests.group.farcall.test_weights import be_far, empty, rows, same, whole
 from tests.support.streams import until
+from tests.support.weights import be_on, empty, holds, rows, same, whole
 from tests.support.workers import RunWorkers, Worker, current_worker
 
 
@@ -49,14 +49,11 @@ def outlive_others(worker: Worker) -> list[Any]:
     until(lambda: not store.usage()["leases"])
     until(lambda: "is lost" in store.usage()["open"][2])
     told = store.usage()["open"][2]
-    into = {"w": empty()}
     with pytest.raises(TimeoutError, match="worker 'worker1', which was to write part 1, is lost"):
-        store.get(into, newer_than=1, timeout=0)
-    assert store.get(into) == 1
-    assert same(into["w"], whole(1))
+        store.get({"w": empty()}, newer_than=1, timeout=0)
+    assert holds(store, 1)
     assert store.put(2, rows(2, 1), part=(1, 2)) is True
-    store.get(into)
-    assert same(into["w"], whole(2))
+    assert holds(store, 2)
     size = store.usage()["bytes"]
     rpc.shutdown(graceful=False)
     return [told, size]
@@ -93,6 +90,8 @@ def read_from_the_dead(worker: Worker) -> str:
             store.get(into, newer_than=1)
         assert same(kept["w"], whole(1))
     assert same(into["w"], whole(1))
+    with pytest.raises(WorkerLostError):
+        Store("policy", on="worker0", copies=2)
     rpc.shutdown(graceful=False)
     return caught.value.worker
 
@@ -106,7 +105,7 @@ def test_the_death_of_the_keeper_is_told(run_workers: RunWorkers) -> None:
 
 
 def lose_the_copy(worker: Worker) -> None:
-    be_far()
+    be_on("another host")
     worker.join()
     store = Store("policy", on="worker0")
     into = {"w": empty()}
@@ -130,18 +129,16 @@ def test_copies_of_hosts_end_with_the_worker_of_their_store(run_workers: RunWork
 
 
 def read_twice_far(worker: Worker) -> bool:
-    be_far()
+    be_on("another host")
     worker.join()
     store = Store("policy", on="worker0")
-    into = {"w": empty()}
     worker.wait_for("go on")
-    store.get(into)
+    assert holds(store, 1)
     worker.report("has read")
     worker.wait_for("go on")
-    into["w"].zero_()
-    store.get(into)
+    found = holds(store, 1)
     rpc.shutdown(graceful=False)
-    return same(into["w"], whole(1))
+    return found
 
 
 def test_another_process_keeps_the_copy_of_a_host_if_one_dies(run_workers: RunWorkers) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ import rpc
 from farcall.observe.metrics.families import families
 from farcall.observe.reading.state import JobState, WorkerState
 from farcall.observe.reading.stores import lines_of, stores_of
-from farcall.weights import Store, WeightsError, following
+from farcall.weights import Store, WeightsError
+from farcall.weights import store as store_module
 from farcall.weights.node import node_of
 from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
@@ -24,17 +24,6 @@ from tests.support.workers import RunWorkers, Worker
 
 def whole(number: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((8,), float(number))}
-
-
-@pytest.fixture
-def store(tmp_path: Any) -> Iterator[Store]:
-    """A store in a group of this process alone."""
-    options = rpc.AgentOptions(init_method=f"file://{tmp_path}/meeting")
-    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
-    try:
-        yield Store("policy", on="worker0", keep=2)
-    finally:
-        rpc.shutdown()
 
 
 def test_futures(store: Store) -> None:
@@ -78,7 +67,7 @@ def test_callbacks(store: Store, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_subscription_ends_without_a_further_version(store: Store, monkeypatch: Any) -> None:
-    monkeypatch.setattr(following, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(store_module, "_LOOK_SECONDS", 0.01)
     before = set(threading.enumerate())
     with store.on_new_version(print):
         (thread,) = (each for each in set(threading.enumerate()) - before if "follow" in each.name)

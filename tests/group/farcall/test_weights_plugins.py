@@ -23,14 +23,6 @@ I = TypeVar("I")  # noqa: E741
 U = TypeVar("U")
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv("FARCALL_TOKEN", "a token of more than sixteen characters")
-    started = Server("127.0.0.1:0", keep=3)
-    yield started
-    started.close()
-
-
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
     """Have a module, and the packages that it is in, be there for imports."""
     parts = name.split(".")
@@ -73,7 +65,7 @@ class Model(dict[str, torch.Tensor]):
         return self.keys() == state.keys() and all(torch.equal(self[name], state[name]) for name in state)
 
 
-def test_vllm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm(store_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: dict[str, Any] = {}
     calls: list[str] = []
 
@@ -99,8 +91,8 @@ def test_vllm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = registered["farcall"](None, None, torch.device("cpu"), model)
     with pytest.raises(WeightsError, match="has not called init_transfer_engine"):
         engine.receive_weights(engine.update_info_cls())
-    engine.init_transfer_engine(engine.init_info_cls(address=server.address))
-    engine.trainer_send_weights(iter(STATE.items()), {"address": server.address, "version": 7})
+    engine.init_transfer_engine(engine.init_info_cls(address=store_server.address))
+    engine.trainer_send_weights(iter(STATE.items()), {"address": store_server.address, "version": 7})
     with pytest.raises(TimeoutError):
         engine.receive_weights(engine.update_info_cls(version=8, timeout=0))
     assert not model, "nothing is loaded of a version that is not there"
@@ -136,7 +128,7 @@ class CheckpointEngine(abc.ABC):
     async def receive_weights(self) -> Any: ...
 
 
-def test_verl(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verl(store_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: dict[str, Any] = {}
 
     def register(name: str) -> Any:
@@ -148,7 +140,7 @@ def test_verl(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "farcall.weights.verl", raising=False)
     importlib.import_module("farcall.weights.verl")
     new = registered["farcall"]
-    engines = [new(bucket_size=1 << 20, address=server.address) for _ in range(4)]
+    engines = [new(bucket_size=1 << 20, address=store_server.address) for _ in range(4)]
     trainers, rollouts = engines[:2], engines[2:]
 
     async def read(engine: Any, into: Model, steps: int | None) -> None:
@@ -182,7 +174,7 @@ def test_verl(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for factor in (1, 2):
         asyncio.run(update({name: tensor * factor for name, tensor in STATE.items()}))
-    with weights.connect(server.address) as store:
+    with weights.connect(store_server.address) as store:
         assert store.versions() == [1, 2]
         store.tag("best", 1)
     with pytest.raises(WeightsError, match="has not called init_process_group"):
@@ -207,7 +199,7 @@ class Scheme:
 
 
 def test_torchrl_waits_no_more_if_the_store_is_gone(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store_server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(monkeypatch, "tensordict", TensorDictBase=dict)
     where = "torchrl.weight_update.weight_sync_schemes"
@@ -215,14 +207,14 @@ def test_torchrl_waits_no_more_if_the_store_is_gone(
         monkeypatch, where, WeightSyncScheme=Scheme, register_weight_sync_backend=lambda _: lambda cls: cls
     )
     monkeypatch.delitem(sys.modules, "farcall.weights.torchrl", raising=False)
-    scheme = importlib.import_module("farcall.weights.torchrl").StoreWeightSyncScheme(server.address)
+    scheme = importlib.import_module("farcall.weights.torchrl").StoreWeightSyncScheme(store_server.address)
     scheme.receiver_transport = scheme.create_transport()
-    with weights.connect(server.address) as store:
+    with weights.connect(store_server.address) as store:
         store.put(1, STATE)
     assert scheme._wait_for_instruction() == "receive"
     scheme.receiver_transport.last = 1
     assert scheme._wait_for_instruction(timeout=0.01) is None, "there is no other version"
-    server.close()
+    store_server.close()
     assert scheme._wait_for_instruction() is None
     assert "no more weights come from a store: store 'weights' is gone with worker" in caplog.text
     scheme.receiver_transport.close()

@@ -13,11 +13,10 @@ import torch
 
 import rpc
 from farcall.weights import Store
-from farcall.weights import handle as handle_module
-from farcall.weights import keeper as keeper_module
 from farcall.weights import pieces as pieces_module
 from farcall.weights.copies import Arrival
 from tests.support.streams import until
+from tests.support.weights import be_on
 from tests.support.workers import RunWorkers, Worker, current_worker
 
 BYTES = 1 << 20
@@ -30,8 +29,7 @@ def state(number: int) -> dict[str, torch.Tensor]:
 
 
 def be_a_host(worker: Worker) -> None:
-    for module in (handle_module, keeper_module):
-        setattr(module, "host_identity", lambda: worker.name)  # noqa: B010  # mypy knows both
+    be_on(worker.name)
     setattr(pieces_module, "_MESSAGE_BYTES", BLOCK)  # noqa: B010
 
 

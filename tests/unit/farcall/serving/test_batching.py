@@ -44,16 +44,6 @@ def rows(count: int, value: float = 1.0) -> torch.Tensor:
     return torch.full((count, 3), value)
 
 
-async def test_a_full_batch_runs_at_once_and_each_gets_its_part() -> None:
-    model = Model()
-    joined, seen = batcher(model)
-    results = await asyncio.gather(*(joined.call([rows(1, value)], {}) for value in range(4)))
-    assert model.rows == [4]
-    assert seen == [4]
-    assert [result["twice"].tolist() for result in results] == [[[value * 2.0] * 3] for value in range(4)]
-    assert [result["rows"][0].tolist() for result in results] == [[value * 3.0] for value in range(4)]
-
-
 async def test_a_batch_that_is_not_full_runs_when_its_first_call_has_waited() -> None:
     model = Model()
     joined, _ = batcher(model, delay=0.001)

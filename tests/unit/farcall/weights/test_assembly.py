@@ -20,13 +20,6 @@ def rows(begin: int, end: int) -> dict[str, list[Box]]:
     return {"w": [Box((begin, 0), (end - begin, 6))]}
 
 
-def test_two_halves_make_a_whole() -> None:
-    parts = Assembly(2)
-    assert parts.declare(1, W, rows(2, 4)) == 128
-    assert parts.declare(0, W, rows(0, 2)) is None
-    assert parts.writes(0) == rows(0, 2)
-
-
 def test_replicas_are_written_once() -> None:
     parts = Assembly(2)
     parts.declare(1, W, rows(0, 4))
@@ -44,15 +37,6 @@ def test_blocks_that_overlap_are_refused_and_the_right_ones_taken_then() -> None
         parts.declare(1, W, rows(1, 4))
     with pytest.raises(WeightsError, match="overlap"):
         parts.declare(1, W, {"w": [*rows(2, 4)["w"], *rows(3, 4)["w"]]})
-    parts.declare(1, W, rows(2, 4))
-
-
-def test_missing_blocks_are_told_to_the_last_part() -> None:
-    parts = Assembly(2)
-    parts.declare(0, W, rows(0, 2))
-    with pytest.raises(WeightsError, match="only 18 of the 24 elements of 'w'"):
-        parts.declare(1, W, rows(3, 4))
-    assert list(parts.declared) == [0]
     parts.declare(1, W, rows(2, 4))
 
 

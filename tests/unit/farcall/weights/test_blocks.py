@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from farcall.weights import Block, WeightsError
-from farcall.weights.blocks import Box, cut, indices_of, part_of, pieces_of
+from farcall.weights.blocks import Box, cut, indices_of, pieces_of
 from spmd.torch_internals import StridedShard
 
 
@@ -71,10 +71,6 @@ def test_values_that_are_no_dense_tensors_are_refused_by_name() -> None:
 def test_empty_blocks_are_no_pieces() -> None:
     pieces, shape = pieces_of("w", Block(torch.zeros(0, 4), (2, 0), (2, 4)))
     assert (pieces, shape) == ([], (2, 4))
-
-
-def test_plain_tensors_are_the_only_part() -> None:
-    assert part_of({"w": torch.zeros(2)}) == (0, 1)
 
 
 @given(st.lists(st.integers(1, 9), max_size=3), st.integers(1, 50))

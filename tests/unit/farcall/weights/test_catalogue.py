@@ -32,69 +32,6 @@ def put(catalogue: Catalogue, number: int) -> Version:
     return version
 
 
-def test_a_version_is_seen_once_all_its_parts_are_written() -> None:
-    catalogue = Catalogue("policy", 2)
-    for part, who in ((0, A), (1, B)):
-        assert catalogue.find(None, None) is None
-        begin(catalogue, 5, part, who)
-        assert catalogue.written(5, part, who) is bool(part)
-    found = catalogue.find(None, None)
-    assert found is not None
-    assert found.number == 5
-
-
-def test_the_newest_is_the_one_that_became_whole_last() -> None:
-    catalogue = Catalogue("policy", 3)
-    for number in (7, 8, 3):
-        put(catalogue, number)
-    for newer_than in (None, 7, 8, 2, -1):
-        found = catalogue.find(None, newer_than)
-        assert found is not None
-        assert found.number == 3
-    assert catalogue.find(None, 3) is None
-    assert catalogue.find(None, 9) is None, "a number that never was is compared as a number"
-
-
-def test_the_oldest_goes_when_there_are_more_than_are_kept() -> None:
-    catalogue = Catalogue("policy", 2)
-    first = put(catalogue, 1)
-    freed = first.memory[0]
-    put(catalogue, 2)
-    assert catalogue.freed() == []
-    put(catalogue, 3)
-    assert catalogue.freed() == [Freed(freed, reusable=True)]
-    with pytest.raises(
-        WeightsError, match=r"has version 1 no longer: it keeps the newest 2, which are \[2, 3\]"
-    ):
-        catalogue.find(1, None)
-
-
-def test_a_lease_keeps_a_version_and_ends_with_its_holder() -> None:
-    catalogue = Catalogue("policy", 1)
-    first = put(catalogue, 1)
-    (held,) = first.memory
-    catalogue.lease(first, Lease(A, 1))
-    catalogue.lease(first, Lease(B, 1))
-    put(catalogue, 2)
-    catalogue.release(Lease(A, 1), used=False)
-    assert catalogue.leased(Lease(B, 1)) is first
-    assert catalogue.freed() == []
-    catalogue.lost(B)
-    assert catalogue.freed() == [Freed(held, reusable=False)], "a lost worker may still read it"
-    with pytest.raises(WeightsError, match="worker 'b' was lost"):
-        catalogue.lease(put(catalogue, 3), Lease(B, 2))
-
-
-def test_tensors_that_outlive_a_lease_keep_their_memory() -> None:
-    catalogue = Catalogue("policy", 1)
-    first = put(catalogue, 1)
-    (held,) = first.memory
-    catalogue.lease(first, Lease(A, 1))
-    catalogue.release(Lease(A, 1), used=True)
-    put(catalogue, 2)
-    assert catalogue.freed() == [Freed(held, reusable=False)]
-
-
 @pytest.mark.parametrize("lives", [False, True])
 def test_the_memory_of_a_lost_reader_is_used_again_if_its_process_has_ended(*, lives: bool) -> None:
     catalogue = Catalogue("policy", 1)
@@ -102,41 +39,11 @@ def test_the_memory_of_a_lost_reader_is_used_again_if_its_process_has_ended(*, l
     (held,) = first.memory
     catalogue.lease(first, Lease(B, 1))
     put(catalogue, 2)
+    assert catalogue.freed() == [], "a reader has a lease"
     catalogue.lost(B, lives=lives)
     assert catalogue.freed() == [Freed(held, reusable=not lives)]
-
-
-def test_a_version_whose_writer_has_ended_is_told_and_can_be_completed() -> None:
-    catalogue = Catalogue("policy", 2)
-    begin(catalogue, 1, 0, A)
-    version = begin(catalogue, 1, 1, B)
-    catalogue.written(1, 0, A)
-    assert catalogue.lost(B, lives=False) == [version]
-    assert version.missing() == "part 1 of 2 is missing (worker 'b', which was to write part 1, is lost)"
-    assert catalogue.find(None, None) is None
-    again = Who("b", 3)
-    assert begin(catalogue, 1, 1, again) is version
     with pytest.raises(WeightsError, match="worker 'b' was lost"):
-        catalogue.written(1, 1, B)
-    assert catalogue.written(1, 1, again)
-
-
-def test_a_version_to_which_a_lost_writer_may_still_write_is_begun_again() -> None:
-    catalogue = Catalogue("policy", 2)
-    for part, who in ((0, A), (1, B)):
-        version = begin(catalogue, 1, part, who)
-    (left,) = version.memory
-    assert catalogue.lost(B) == [version]
-    assert not catalogue.written(1, 0, A)
-    assert version.missing() == (
-        "part 0, 1 of 2 is missing (worker 'b', which was to write part 1, is lost, and may still write: "
-        "all parts have to be put again)"
-    )
-    for part in (1, 0):
-        assert begin(catalogue, 1, part, A) is not version
-        assert catalogue.written(1, part, A) is (part == 0)
-    assert catalogue.given_up == [version]
-    assert catalogue.freed() == [Freed(left, reusable=False)]
+        catalogue.lease(put(catalogue, 3), Lease(B, 2))
 
 
 def test_a_writer_in_the_middle_is_told_that_another_one_was_lost() -> None:
@@ -145,6 +52,8 @@ def test_a_writer_in_the_middle_is_told_that_another_one_was_lost() -> None:
         begin(catalogue, 1, part, who)
     catalogue.lost(B)
     begin(catalogue, 1, 1, Who("b", 3))
+    with pytest.raises(WeightsError, match="worker 'b' was lost"):
+        catalogue.written(1, 1, B)
     with pytest.raises(WeightsError, match="another writer was lost: put this part again"):
         catalogue.written(1, 0, A)
 
@@ -197,12 +106,6 @@ def test_a_version_that_cannot_become_whole_makes_room() -> None:
 
 def test_what_cannot_be_put_is_refused() -> None:
     catalogue = Catalogue("policy", 2)
-    put(catalogue, 1)
-    assert begin(catalogue, 1, 0, B, parts=1).whole
-    with pytest.raises(WeightsError, match="version 1 of store 'policy': it has 1 parts, and not 2"):
-        begin(catalogue, 1, 0, A)
-    with pytest.raises(WeightsError, match="there is no part 2 of 2"):
-        begin(catalogue, 2, 2, A)
     for part, parts in ((0, 10**12), (0, 2.0), (False, 2), ("0", 2)):
         with pytest.raises(WeightsError, match=f"there is no part {part!r} of {parts}: .* up to 65536 parts"):
             catalogue.begin(2, part, parts, SPECS, {"w": []}, A)  # type: ignore[arg-type]
@@ -210,19 +113,6 @@ def test_what_cannot_be_put_is_refused() -> None:
     begin(catalogue, 2, 0, A)
     with pytest.raises(WeightsError, match="worker 'b' has not begun part 0 of version 2"):
         catalogue.written(2, 0, B)
-    with pytest.raises(WeightsError, match=r"has no version 4: it has \[1\]"):
-        catalogue.drop(4)
-
-
-def test_a_version_that_was_dropped_can_be_put_again() -> None:
-    catalogue = Catalogue("policy", 2)
-    put(catalogue, 1)
-    put(catalogue, 2)
-    catalogue.drop(2)
-    assert list(catalogue.whole) == [1]
-    assert catalogue.find(None, 2) is None
-    put(catalogue, 2)
-    assert catalogue.find(None, 1) is catalogue.whole[2]
 
 
 def test_a_part_that_two_workers_write_is_written_when_both_have_finished() -> None:
@@ -255,15 +145,6 @@ def test_two_puts_of_one_worker_are_told_apart() -> None:
     assert catalogue.written(7, 0, A, put=3)
     catalogue.failed(7, 0, A, 3)
     assert list(catalogue.whole) == [7]
-
-
-def test_a_part_without_memory_is_withdrawn() -> None:
-    catalogue = Catalogue("policy", 2)
-    version, sizes = catalogue.begin(1, 0, 1, SPECS, {"w": [Box((0,), (2,))]}, A)
-    assert sizes == [64]
-    catalogue.withdraw(version, 0)
-    assert not catalogue.open
-    put(catalogue, 1)
 
 
 class Workers(RuleBasedStateMachine):
