@@ -23,8 +23,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from farcall.launch.job import Job
-from farcall.launch.liveness import Quiet
-from farcall.launch.records import Arrivals, Heard, Notice, Post, Records, Unreadable, keep, read, unpacked
+from farcall.launch.records import (
+    Arrivals,
+    Heard,
+    Notice,
+    Post,
+    Quiet,
+    Records,
+    Unreadable,
+    keep,
+    read,
+    unpacked,
+)
 from farcall.launch.rounds import (
     SILENT_SECONDS,
     Coordinator,
