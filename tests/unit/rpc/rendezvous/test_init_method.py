@@ -26,7 +26,10 @@ from rpc.rendezvous.init_method import RankAndSize, _TcpStore, job_key, open_sto
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import StoreWait
 from rpc.runtime.process_signs import ProcessSigns
+from tests.support.ports import reserved_port
 from tests.unit.rpc.rendezvous.conftest import Workers, in_thread, results
+
+__all__ = ["reserved_port"]
 
 NEEDS_IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 
@@ -97,16 +100,6 @@ def test_job_is_named_by_the_user_else_by_torchrun() -> None:
 # The store
 
 
-@pytest.fixture
-def free_port() -> Iterator[int]:
-    """A port that nobody listens on, and that is not given to others meanwhile."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield reserved.getsockname()[1]
-    gc.collect()  # the errors that a test has caught hold frames, and those hold stores
-
-
 def serve(port: int = 0) -> TCPStore:
     """Serve a store as another program does, not to be shared within this process."""
     listener = socket.create_server(("127.0.0.1", port), backlog=64)
@@ -131,8 +124,8 @@ def _listening_on(port: int) -> str:
 # TCP
 
 
-def test_rank_0_serves_and_the_others_wait_for_it(free_port: int) -> None:
-    url = f"tcp://127.0.0.1:{free_port}"
+def test_rank_0_serves_and_the_others_wait_for_it(reserved_port: int) -> None:
+    url = f"tcp://127.0.0.1:{reserved_port}"
     client = in_thread(open_store, url, 1, 2, timeout=20)
     server = open_store(url, 0, 2, timeout=20)
     server.set("key", b"\0value\xff")
@@ -140,25 +133,25 @@ def test_rank_0_serves_and_the_others_wait_for_it(free_port: int) -> None:
     assert server.master == "127.0.0.1"
 
 
-def test_environment_names_the_address(free_port: int) -> None:
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+def test_environment_names_the_address(reserved_port: int) -> None:
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved_port)}
     store = open_store("env://", 0, 1, timeout=20, environ=environ)
-    assert f"127.0.0.1:{free_port} (MASTER_ADDR and MASTER_PORT)" in store.description
+    assert f"127.0.0.1:{reserved_port} (MASTER_ADDR and MASTER_PORT)" in store.description
 
 
-def test_store_on_loopback_listens_there_only(free_port: int) -> None:
-    store = open_store(f"tcp://localhost:{free_port}", 0, 1, timeout=20)
-    assert _listening_on(free_port) == f"127.0.0.1:{free_port}"
+def test_store_on_loopback_listens_there_only(reserved_port: int) -> None:
+    store = open_store(f"tcp://localhost:{reserved_port}", 0, 1, timeout=20)
+    assert _listening_on(reserved_port) == f"127.0.0.1:{reserved_port}"
     assert store.add("n", 2) == 2
 
 
-def test_store_listens_at_the_address_that_the_rendezvous_names(free_port: int) -> None:
+def test_store_listens_at_the_address_that_the_rendezvous_names(reserved_port: int) -> None:
     try:
         address = _address_towards(("192.0.2.1", 1), socket.AF_INET)
     except OSError:
         pytest.skip("this host has no address on a network")
-    store = open_store(f"tcp://{address}:{free_port}", 0, 1, timeout=20)
-    assert _listening_on(free_port) == f"{address}:{free_port}"
+    store = open_store(f"tcp://{address}:{reserved_port}", 0, 1, timeout=20)
+    assert _listening_on(reserved_port) == f"{address}:{reserved_port}"
     assert store.add("n", 2) == 2
 
 
@@ -185,32 +178,32 @@ def test_store_listens_everywhere_where_its_name_may_mean_another_address(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", pytest.param("[::1]", marks=NEEDS_IPV6)])
-def test_store_of_this_process_is_shared(free_port: int, host: str) -> None:
-    first = open_store(f"tcp://{host}:{free_port}", 0, 1, timeout=20)
+def test_store_of_this_process_is_shared(reserved_port: int, host: str) -> None:
+    first = open_store(f"tcp://{host}:{reserved_port}", 0, 1, timeout=20)
     first.set("key", b"value")
-    again = open_store(f"tcp://{host}:{free_port}", 0, 1, timeout=20)
+    again = open_store(f"tcp://{host}:{reserved_port}", 0, 1, timeout=20)
     assert again.get("key") == b"value"
-    theirs = TCPStore(host.strip("[]"), free_port, None, True, wait_for_workers=False, multi_tenant=True)
+    theirs = TCPStore(host.strip("[]"), reserved_port, None, True, wait_for_workers=False, multi_tenant=True)
     assert theirs.get("key") == b"value"
 
 
-def test_torchruns_store_is_not_served_again(free_port: int) -> None:
-    agents = serve(free_port)
+def test_torchruns_store_is_not_served_again(reserved_port: int) -> None:
+    agents = serve(reserved_port)
     agents.set("key", "from torchrun")
     environ = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port),
+        "MASTER_PORT": str(reserved_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     assert open_store("env://", 0, 1, timeout=20, environ=environ).get("key") == b"from torchrun"
 
 
-def test_two_processes_of_rank_0_meet_in_one_store(free_port: int) -> None:
+def test_two_processes_of_rank_0_meet_in_one_store(reserved_port: int) -> None:
     other = TCPStore(
-        "127.0.0.1", free_port, None, True, wait_for_workers=False
+        "127.0.0.1", reserved_port, None, True, wait_for_workers=False
     )  # not shared: as in another process
     other.set("key", "of the other")
-    assert open_store(f"tcp://127.0.0.1:{free_port}", 0, 1, timeout=20).get("key") == b"of the other"
+    assert open_store(f"tcp://127.0.0.1:{reserved_port}", 0, 1, timeout=20).get("key") == b"of the other"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -230,7 +223,7 @@ def test_unknown_host_is_named_when_the_time_is_over(rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, None])
 @pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_AGAIN])
 def test_host_that_gets_its_name_late_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, free_port: int, rank: int | None, code: int
+    monkeypatch: pytest.MonkeyPatch, reserved_port: int, rank: int | None, code: int
 ) -> None:
     """As a pod does, whose headless service knows it a while after its start."""
     unknown = iter([socket.gaierror(code, "not known yet")] * 3)
@@ -242,8 +235,8 @@ def test_host_that_gets_its_name_late_is_waited_for(
         return resolve(*arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    other = None if rank == 0 else serve(free_port)
-    store = open_store(f"tcp://localhost:{free_port}", rank, 2, timeout=20)
+    other = None if rank == 0 else serve(reserved_port)
+    store = open_store(f"tcp://localhost:{reserved_port}", rank, 2, timeout=20)
     assert next(unknown, None) is None
     assert store.add("n", 1) == 1
     del other
@@ -257,12 +250,12 @@ def listeners_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.usefixtures("listeners_of_another_process")
-def test_store_that_is_slow_to_answer_is_waited_for(free_port: int, rank: int) -> None:
+def test_store_that_is_slow_to_answer_is_waited_for(reserved_port: int, rank: int) -> None:
     """As where the name server takes seconds for each connection. A relay lets nothing through at first."""
-    with socket.create_server(("127.0.0.1", free_port)) as slow, contextlib.ExitStack() as connections:
+    with socket.create_server(("127.0.0.1", reserved_port)) as slow, contextlib.ExitStack() as connections:
         server = serve()
         relaying = in_thread(relay_later, slow, server.port, connections)
-        store = open_store(f"tcp://127.0.0.1:{free_port}", rank, 2, timeout=60)
+        store = open_store(f"tcp://127.0.0.1:{reserved_port}", rank, 2, timeout=60)
         assert store.add("n", 1) == 1
         slow.shutdown(socket.SHUT_RDWR)
         relaying.result(20)
@@ -446,8 +439,8 @@ def test_what_has_no_scheme_is_told_which(init_method: str, meant: str) -> None:
         open_store(init_method, 0, 1, timeout=20)
 
 
-def test_first_of_a_dynamic_group_serves_the_store(free_port: int) -> None:
-    url = f"tcp://127.0.0.1:{free_port}"
+def test_first_of_a_dynamic_group_serves_the_store(reserved_port: int) -> None:
+    url = f"tcp://127.0.0.1:{reserved_port}"
     first = open_store(url, None, None, timeout=20)
     first.set("key", b"value")
     assert open_store(url, 7, None, timeout=20).get("key") == b"value"
@@ -457,10 +450,10 @@ def test_dynamic_group_does_not_serve_for_another_host() -> None:
     assert not _TcpStore.of("tcp://192.0.2.1:29500", None, None, {})._may_serve
 
 
-def test_server_that_is_replaced_is_found_again(free_port: int, workers: Workers) -> None:
-    url = f"tcp://127.0.0.1:{free_port}"
+def test_server_that_is_replaced_is_found_again(reserved_port: int, workers: Workers) -> None:
+    url = f"tcp://127.0.0.1:{reserved_port}"
     zero, one = workers(2)
-    leaving = serve(free_port)
+    leaving = serve(reserved_port)
     joining = in_thread(join_static, open_store(url, 1, 2, timeout=20), one.member, 2, 20)
     while leaving.add("farcall/default/arrivals", 0) == 0:
         pass
@@ -470,8 +463,8 @@ def test_server_that_is_replaced_is_found_again(free_port: int, workers: Workers
     assert [group.members for group in groups] == [(zero.member, one.member)] * 2
 
 
-def test_group_after_group_at_one_address(free_port: int, workers: Workers) -> None:
-    url = f"tcp://127.0.0.1:{free_port}"
+def test_group_after_group_at_one_address(reserved_port: int, workers: Workers) -> None:
+    url = f"tcp://127.0.0.1:{reserved_port}"
     for _ in range(3):
         pair = workers(2)
         opened = [in_thread(open_store, url, rank, 2, timeout=20) for rank in (0, 1)]
