@@ -130,16 +130,10 @@ class Internals:
             self.missing.append(internal)
         return _substitute(internal) if instead is _RAISES else instead
 
-    def expect(
-        self,
-        *names: str,
-        without: str,
-        since: tuple[int, int] | None = None,
-        until: tuple[int, int] | None = None,
-    ) -> None:
+    def expect(self, *names: str, without: str) -> None:
         """Name attributes that are used on instances, such as methods of ``Tensor``."""
         for name in names:
-            self.find(name, without, since=since, until=until)
+            self.find(name, without)
 
     def check(self) -> None:
         """Log the names that are missing, once. Called when the package is first used."""
