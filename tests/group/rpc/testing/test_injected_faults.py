@@ -62,7 +62,7 @@ def test_an_agent_has_one_set_of_faults() -> None:
 
 def test_rules_choose_by_kind_receiver_and_what_is_asked_for() -> None:
     faults = Faults()
-    faults.fail("call", to="a", what="f", skip=1, times=1)
+    faults.fail("call", to="a", what="f", times=1)
     faults.delay(seconds=2.0, to="b")
 
     def decide(kind: int, to: str, asked: str = "") -> Fault | None:
@@ -70,20 +70,9 @@ def test_rules_choose_by_kind_receiver_and_what_is_asked_for() -> None:
 
     assert decide(Kind.CALL, "a", "g") is None
     assert decide(Kind.REPLY, "a", "f") is None
-    assert decide(Kind.CALL, "a", "f") is None  # skipped
     assert decide(Kind.CALL, "a", "f") == Fault("fail")
     assert decide(Kind.CALL, "a", "f") is None  # no more times
     assert decide(Kind.REPLY, "b") == Fault("delay", 2.0)
-
-
-def test_chance_is_that_of_the_seed() -> None:
-    def struck(seed: int) -> list[bool]:
-        faults = Faults(seed)
-        faults.drop(probability=0.5)
-        return [faults.decide(Kind.CALL, "a") is not None for _ in range(50)]
-
-    assert struck(1) == struck(1) != struck(2)
-    assert 10 < sum(struck(1)) < 40
 
 
 def test_a_kind_that_there_is_not() -> None:
