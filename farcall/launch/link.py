@@ -60,7 +60,6 @@ from rpc.transport.authentication import ForeignRecordError
 __all__ = ["Link", "Lost", "Plan"]
 
 _LOOK_SECONDS: Final = 0.2
-_BEAT_SECONDS: Final = 1.0
 _MARGIN_SECONDS: Final = 2 * SILENT_SECONDS
 """Time in seconds that a launcher has to stop, beyond its workers' grace period."""
 

@@ -52,11 +52,6 @@ class Internal:
         """Whether this version of PyTorch needs it."""
         return (self.since is None or version >= self.since) and (self.until is None or version <= self.until)
 
-    @property
-    def is_found(self) -> bool:
-        """Whether the installed version has it."""
-        return self.look_up(_MISSING) is not _MISSING
-
     def look_up(self, otherwise: Any) -> Any:
         """Import its module and return the object of that name, or ``otherwise``."""
         module, _, attributes = self.name.partition(":")
