@@ -16,7 +16,7 @@ from typing import Final
 
 import farcall
 
-__all__ = ["Finding", "examine"]
+__all__ = ["Finding", "examine", "examine_machine"]
 
 _FILES: Final = 1024
 _SHARED_BYTES: Final = 256 << 20
@@ -47,8 +47,13 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Look at this machine."""
+    """Look at this machine, and at what is installed."""
     yield Finding("versions", f"farcall {farcall.__version__}, Python {platform.python_version()}")
+    yield from examine_machine()
+
+
+def examine_machine() -> Iterator[Finding]:
+    """Look at what the system offers."""
     yield _own_name()
     yield _listening(
         "TCP sockets on loopback", socket.AF_INET, ("127.0.0.1", 0), "Bring the interface `lo` up."

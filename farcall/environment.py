@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import sys
 from importlib import metadata
-from typing import Any
 
 import farcall
+from farcall.doctor import examine_machine
 from rpc.runtime.cpu_quota import usable_cores
 
 __all__ = ["gather", "show"]
@@ -29,12 +28,7 @@ def gather() -> dict[str, str]:
     facts["platform"] = platform.platform()
     facts["cpus"] = f"{usable_cores()} usable of {os.cpu_count()}"
     facts["accelerators"] = _accelerators()
-    facts["loopback TCP"] = _attempt(lambda: _ping(socket.AF_INET, ("127.0.0.1", 0)))
-    facts["abstract Unix sockets"] = _attempt(lambda: _ping(socket.AF_UNIX, ""))
-    facts["host name"] = _attempt(
-        lambda: f"{socket.gethostname()} is {socket.gethostbyname(socket.gethostname())}"
-    )
-    facts["memfd"] = "yes" if hasattr(os, "memfd_create") else "no"
+    facts |= {finding.what: finding.found for finding in examine_machine()}
     for name in _VARIABLES:
         if name in os.environ:
             facts[name] = os.environ[name]
@@ -78,23 +72,3 @@ def _accelerators() -> str:
     if not torch.accelerator.is_available():
         return "none"
     return f"{torch.accelerator.device_count()} of type {torch.accelerator.current_accelerator()}"
-
-
-def _attempt(check: Any) -> str:
-    try:
-        return str(check())
-    except OSError as error:
-        return f"no: {error}"
-
-
-def _ping(family: socket.AddressFamily, address: Any) -> str:
-    """Sends a byte to ourselves."""
-    with socket.socket(family) as listener, socket.socket(family) as sender:
-        listener.bind(address)
-        listener.listen(1)
-        listener.settimeout(5)
-        sender.settimeout(5)
-        sender.connect(listener.getsockname())
-        with listener.accept()[0] as receiver:
-            sender.sendall(b"?")
-            return "ok" if receiver.recv(1) == b"?" else "no: a byte was lost"

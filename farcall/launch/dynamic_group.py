@@ -114,9 +114,7 @@ class DynamicGroup:
         elif number not in ENDING:
             self._workers.send(number)
         elif self._end is None:
-            running, grace = self._workers.running, f"in {self._job.grace:g} s at most"
-            still = f"; {ranks_run(running, 'still')} here, to be ended {grace}" if running else ""
-            say(f"ended by {signal_name(number)}{still}")
+            say(f"ended by {signal_name(number)}{self._workers.ended_here(with_grace=True)}")
             self._end = Order(Kind.END, status=128 + number)
             self._workers.end(number)
         elif number == signal.SIGINT:

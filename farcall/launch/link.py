@@ -23,8 +23,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from farcall.launch.job import Job
-from farcall.launch.liveness import Quiet
-from farcall.launch.records import Arrivals, Heard, Notice, Post, Records, Unreadable, keep, read, unpacked
+from farcall.launch.records import (
+    Arrivals,
+    Heard,
+    Notice,
+    Post,
+    Quiet,
+    Records,
+    Unreadable,
+    keep,
+    read,
+    unpacked,
+)
 from farcall.launch.rounds import (
     SILENT_SECONDS,
     Coordinator,
@@ -50,7 +60,6 @@ from rpc.transport.authentication import ForeignRecordError
 __all__ = ["Link", "Lost", "Plan"]
 
 _LOOK_SECONDS: Final = 0.2
-_BEAT_SECONDS: Final = 1.0
 _MARGIN_SECONDS: Final = 2 * SILENT_SECONDS
 """Time in seconds that a launcher has to stop, beyond its workers' grace period."""
 

@@ -84,7 +84,7 @@ class Output:
         self._orders: queue.SimpleQueue[_Stream | int | None] = queue.SimpleQueue()
         self._lost = set[int]()
         first, second = Screen(), Screen()
-        self._screens = {1: first, 2: first if _are_one(1, 2) else second}
+        self._screens = {1: first, 2: first if _is_one() else second}
         self.closed = threading.Event()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -194,9 +194,9 @@ class Output:
                 say(f"cannot write to {_STREAMS[target]} any more: {error.strerror}. The workers run on")
 
 
-def _are_one(first: int, second: int) -> bool:
-    """Whether two file descriptors are of the same terminal or file."""
+def _is_one() -> bool:
+    """Whether standard output and standard error are the same terminal or file."""
     try:
-        return os.path.sameopenfile(first, second)
+        return os.path.sameopenfile(1, 2)
     except OSError:  # one is closed
         return False

@@ -213,6 +213,13 @@ class WorkerProcesses:
         """Ranks of the workers that run."""
         return [worker.rank for worker in self._workers if worker.runs]
 
+    def ended_here(self, *, with_grace: bool = False) -> str:
+        """Return what happens to the workers that run, for the end of a line."""
+        if not (running := self.running):
+            return ""
+        limit = f" in {self._grace:g} s at most" if with_grace else ""
+        return f"; {ranks_run(running, 'still')} here, to be ended{limit}"
+
     @property
     def failures(self) -> list[Failure]:
         """Failures of workers since they were started."""

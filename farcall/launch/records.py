@@ -22,17 +22,30 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Final, Generic, TypeVar
 
-from farcall.launch.liveness import Quiet
 from farcall.launch.rounds import SILENT_SECONDS, Launcher, Report, State
 from farcall.launch.terminal import say
 from rpc.rendezvous.store import SharedStore
 from rpc.transport.authentication import ForeignRecordError
 
-__all__ = ["Arrivals", "Heard", "Notice", "Post", "Records", "Unreadable", "keep", "read", "unpacked"]
+__all__ = [
+    "Arrivals",
+    "Heard",
+    "Notice",
+    "Post",
+    "Quiet",
+    "Records",
+    "Unreadable",
+    "keep",
+    "read",
+    "unpacked",
+]
 
 _BEAT_SECONDS: Final = 1.0
 _ASK_SECONDS: Final = 2 * _BEAT_SECONDS
 """Time in seconds without news after which a reader asks."""
+
+_LONGEST_LOOK_SECONDS: Final = 1.0
+"""Maximum time in seconds between two looks that counts as silence."""
 
 _PLACES_AHEAD: Final = 16
 """Number of places behind the last launcher that has arrived in which the coordinator looks for others."""
@@ -184,6 +197,25 @@ class Records(Generic[T]):
         if "question" in found:
             return self.beat, self.said
         return int(found["beat"]), self._parse(found["said"])
+
+
+class Quiet:
+    """Time in seconds for which a value has stayed the same, as far as it was read: a process that was
+    stopped for a while (Ctrl-Z) has not read it. For one thread.
+    """
+
+    def __init__(self) -> None:
+        self._value: object = None
+        self._looked_at = time.monotonic()
+        self.seconds = 0.0
+
+    def look(self, value: object) -> float:
+        """Read the value; returns that time."""
+        now = time.monotonic()
+        passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_SECONDS), now
+        self.seconds = self.seconds + passed if value == self._value else 0.0
+        self._value = value
+        return self.seconds
 
 
 class Heard:

@@ -96,7 +96,7 @@ class StaticGroup:
             case Order() if self._end is None:
                 self._follow(news)
             case Lost() if self._end is None:
-                say(f"{news}{self._ended_here()}")
+                say(f"{news}{self._workers.ended_here()}")
                 self._end = Order(Kind.END, status=1)
                 self._workers.end()
 
@@ -106,16 +106,11 @@ class StaticGroup:
         elif number not in ENDING:
             self._workers.send(number)
         elif self._end is None:
-            say(f"ended by {signal_name(number)}{self._ended_here(f' in {self._job.grace:g} s at most')}")
+            say(f"ended by {signal_name(number)}{self._workers.ended_here(with_grace=True)}")
             self._leave(f"was ended by {signal_name(number)}", 128 + number)
             self._workers.end(number)
         elif number == signal.SIGINT:
             self._workers.kill()
-
-    def _ended_here(self, remark: str = "") -> str:
-        """Return what happens to the workers that run, for the end of a line."""
-        running = self._workers.running
-        return f"; {ranks_run(running, 'still')} here, to be ended{remark}" if running else ""
 
     def _leave(self, why: str, status: int) -> None:
         self._leaves, self._end = why, Order(Kind.END, status=status)
@@ -140,12 +135,12 @@ class StaticGroup:
                 if self._state is State.DONE:
                     say(f"{failed}, after all ranks here had succeeded")
                 elif self._state is State.RUNNING:
-                    say(f"{failed}{self._ended_here()}")
+                    say(f"{failed}{self._workers.ended_here()}")
                 self._is_to_stop = True
                 self._workers.end()
             case Kind.END:
                 if order.reason:
-                    say(f"{order.reason}{self._ended_here()}")
+                    say(f"{order.reason}{self._workers.ended_here()}")
                 self._end = order
                 self._workers.end()
 

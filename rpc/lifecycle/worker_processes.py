@@ -210,10 +210,6 @@ class WorkerProcesses:
             os.close(old.end)
         self.started()
 
-    def process_ids(self) -> dict[str, int | None]:
-        """Return the processes' ids, by the workers' names."""
-        return {worker.name: worker.process.pid for worker in self._workers}
-
     def _start(self, rank: int, name: str) -> _Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rpc.errors import NotAdmittedError, NotInitializedError, RendezvousError, RendezvousTimeoutError
-from rpc.rendezvous.address import Probe, probe
-from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival, Pace
+from rpc.rendezvous.address import probe
+from rpc.rendezvous.arrivals import DEFAULT_PACE, Arrival
 from rpc.rendezvous.dynamic import DynamicGroup, Joining
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, StoreWait
@@ -87,30 +87,18 @@ class Keeper:
         group: the group as this worker has joined it; its store belongs to the keeper from now on.
         timeout: timeout in seconds for a lost store to be served again, and for becoming a member.
         neighbours: the other workers.
-        tell: returns whether a worker's address answers.
-        pace: timeouts for workers that do not finish joining, or do not answer.
     """
 
-    def __init__(
-        self,
-        group: DynamicGroup,
-        timeout: float,
-        neighbours: Neighbours,
-        *,
-        tell: Probe = probe,
-        pace: Pace = DEFAULT_PACE,
-    ) -> None:
+    def __init__(self, group: DynamicGroup, timeout: float, neighbours: Neighbours) -> None:
         self._me = group.me
         self._store = group.store
         self._timeout = timeout
         self._neighbours = neighbours
-        self._tell = tell
-        self._pace = pace
         self._lost = False
         self._look_at = 0.0
         self._orders: queue.SimpleQueue[Loss | _Errand | None] = queue.SimpleQueue()
         self._waiting = StoreWait(timeout)
-        self._watch = LogWatch(group, neighbours, self._waiting, tell, pace)
+        self._watch = LogWatch(group, neighbours, self._waiting, probe, DEFAULT_PACE)
         self._membership: Future[None] = Future()
         self._complaint = ""
         self._leaving = False
@@ -191,7 +179,7 @@ class Keeper:
                     self._complaint = repr(error)
                     logger.exception("the keeper of worker '%s' failed", self._me.name)
             is_pending = self._watch.is_pending and not self._complaint
-            if self._wait(min(pause, self._pace.answer / 10) if is_pending else pause):
+            if self._wait(min(pause, DEFAULT_PACE.answer / 10) if is_pending else pause):
                 pause = _QUICK_SECONDS
             else:
                 pause = min(2 * pause, _SLOW_SECONDS)
@@ -285,14 +273,14 @@ class Keeper:
         # The first one adds all members that it knows: others may be slow, and their names are taken.
         first = watch.is_member and self._store.add("kept", 1) == 1
         whom = self._neighbours.roster() if first else [self._me]
-        joining = Joining(self._store, Arrival.of(self._me, 0), self._waiting, self._tell, self._pace)
+        joining = Joining(self._store, Arrival.of(self._me, 0), self._waiting, probe, DEFAULT_PACE)
         found = joining.come_back(log, whom, watch.verdict().kind)
         watch.start_again(set(log.places(self._me.incarnation)))
         self._lost, self._look_at = False, 0.0
         rivals = [
             each
             for each in found
-            if self._neighbours.gone_reason(each.incarnation) is not None and self._tell(each) is not False
+            if self._neighbours.gone_reason(each.incarnation) is not None and probe(each) is not False
         ]
         if any(min(log.places(each.incarnation)) < min(watch.places) for each in rivals):
             raise PutOut(

@@ -62,7 +62,6 @@ class _Question(NamedTuple):
 
     text: str
     since: float
-    is_own: bool
 
 
 class LogWatch:
@@ -280,14 +279,14 @@ class LogWatch:
             return Action.NOTHING
         question = self._questions.get(index)
         if verdict.question and (question is None or question.text != verdict.question):
-            question = self._questions[index] = _Question(verdict.question, now, False)
+            question = self._questions[index] = _Question(verdict.question, now)
         is_late = question is not None and now - question.since >= self._pace.answer
         action = parting(verdict, self._asked.get(index), ended=self._has_ended(member), is_late=is_late)
         if action is Action.ASK:
             asking = verdict.asking(part.question())
             if self._log.swap(index, verdict, asking) == asking:
                 self._asked[index] = asking.question
-                self._questions[index] = _Question(asking.question, now, True)
+                self._questions[index] = _Question(asking.question, now)
             return Action.WAIT
         return action
 

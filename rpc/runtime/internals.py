@@ -52,11 +52,6 @@ class Internal:
         """Whether this version of PyTorch needs it."""
         return (self.since is None or version >= self.since) and (self.until is None or version <= self.until)
 
-    @property
-    def is_found(self) -> bool:
-        """Whether the installed version has it."""
-        return self.look_up(_MISSING) is not _MISSING
-
     def look_up(self, otherwise: Any) -> Any:
         """Import its module and return the object of that name, or ``otherwise``."""
         module, _, attributes = self.name.partition(":")
@@ -130,16 +125,10 @@ class Internals:
             self.missing.append(internal)
         return _substitute(internal) if instead is _RAISES else instead
 
-    def expect(
-        self,
-        *names: str,
-        without: str,
-        since: tuple[int, int] | None = None,
-        until: tuple[int, int] | None = None,
-    ) -> None:
+    def expect(self, *names: str, without: str) -> None:
         """Name attributes that are used on instances, such as methods of ``Tensor``."""
         for name in names:
-            self.find(name, without, since=since, until=until)
+            self.find(name, without)
 
     def check(self) -> None:
         """Log the names that are missing, once. Called when the package is first used."""

@@ -1,17 +1,15 @@
 """Fault injection: messages of this worker fail, are late, vanish, are sent twice, or their connection is
 cut.
 
-``Faults`` has the rules, and decides what happens to a message: pure, and the same for the same seed and
-messages. ``FaultyConnection`` wraps any connection, over sockets or in memory, and carries out the decisions.
-The messages are those of ``docs/protocol.md``. A connection keeps what it is given in order and loses
-nothing, so *drop* and *duplicate* do what no byte stream does by itself, and show what the layers above rely
-on.
+``Faults`` has the rules, and decides what happens to a message: pure. ``FaultyConnection`` wraps any
+connection, over sockets or in memory, and carries out the decisions. The messages are those of
+``docs/protocol.md``. A connection keeps what it is given in order and loses nothing, so *drop* and
+*duplicate* do what no byte stream does by itself, and show what the layers above rely on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,8 +61,6 @@ class Rule:
     to: str | None
     what: Callable[[str], bool] | None
     times: float
-    skip: int
-    probability: float
     struck: int = field(default=0, init=False)
 
     def matches(self, frame: Callable[[], Frame], kind: int, to: str, asked: Callable[[], str]) -> bool:
@@ -93,10 +89,6 @@ class Faults:
         what: what the message asks for: a function's qualified name, or a predicate on the text; None for
             all.
         times: maximum number of messages that are affected; default: all.
-        skip: number of messages that are let through first.
-        probability: probability that a message to which the rule applies is affected.
-
-    ``Faults(seed=...)`` makes random decisions repeatable.
 
     Example::
 
@@ -107,9 +99,8 @@ class Faults:
         assert lost.struck == 0                         # this worker has answered nobody
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         self.rules: list[Rule] = []
-        self._chance = random.Random(seed)
         self._agent: Agent | None = None
 
     def fail(self, kind: str | int | None = None, *, attempts: int = 1, **which: Any) -> Rule:
@@ -147,8 +138,6 @@ class Faults:
         to: str | None = None,
         what: str | Callable[[str], bool] | None = None,
         times: float = INFINITE,
-        skip: int = 0,
-        probability: float = 1.0,
     ) -> Rule:
         topic, dot, word = kind.partition(".") if isinstance(kind, str) else ("", "", "")
         number = KINDS.get(kind) if isinstance(kind, str) else kind
@@ -161,8 +150,6 @@ class Faults:
             to,
             what.__eq__ if isinstance(what, str) else what,
             times,
-            skip,
-            probability,
         )
         self.rules.append(rule)
         return rule
@@ -180,11 +167,8 @@ class Faults:
         """
         for rule in self.rules:
             if rule.matches(frame or _no_frame, kind, to, asked):
-                if rule.skip > 0:
-                    rule.skip -= 1
-                elif rule.probability >= 1 or self._chance.random() < rule.probability:
-                    rule.struck += 1
-                    return rule.fault
+                rule.struck += 1
+                return rule.fault
         return None
 
     # ---- on an agent

@@ -16,8 +16,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import multiprocessing
 import random
-import signal
 import statistics
 import sys
 import threading
@@ -68,11 +68,8 @@ def _kill(kills: int, chance: random.Random, over: threading.Event) -> None:
     for number in range(kills):
         time.sleep(chance.expovariate(10.0))
         place = chance.randrange(len(copies.ports))
-        processes = start._current().processes
-        assert processes is not None
-        process = processes.process_ids()[copies.ports[place].name]
-        assert process is not None
-        os.kill(process, signal.SIGKILL)
+        name = copies.ports[place].name
+        next(each for each in multiprocessing.active_children() if each.name == name).kill()
         while session.counts["losses"] <= number and not over.is_set():
             time.sleep(0.01)
     over.set()

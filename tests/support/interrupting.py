@@ -24,8 +24,9 @@ def press(number: signal.Signals = signal.SIGINT) -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
-def interrupted(wait: Callable[[], Any]) -> None:
-    """Calls ``wait`` on the main thread, and presses Ctrl-C when that has fallen asleep in it.
+def interrupted(wait: Callable[[], Any], when: Callable[[], object] = lambda: True) -> None:
+    """Calls ``wait`` on the main thread, and presses Ctrl-C when that has fallen asleep in it and ``when``
+    holds.
 
     Returns when ``wait`` has raised ``KeyboardInterrupt``. If it waits on, so does this.
     """
@@ -34,7 +35,7 @@ def interrupted(wait: Callable[[], Any]) -> None:
 
     def press_until_raised() -> None:
         begun.wait()  # before, it may sleep until this thread has started
-        until(lambda: process_state(main) == "S")
+        until(lambda: when() and process_state(main) == "S")
         press()
         while not raised.wait(_AGAIN_SECONDS):
             press()

@@ -92,7 +92,7 @@ class Node:
         node.thread = thread
         return node
 
-    def form_group(self, *others: Member, static: bool = True, group: str = GROUP) -> None:
+    def form_group(self, *others: Member, static: bool = True) -> None:
         """Take part in a group with these others."""
 
         def form() -> None:
@@ -100,7 +100,7 @@ class Node:
             for other in others:
                 self.view.join(other)
                 self.peer_for(other)
-            self.connections.join_group(self.view, group)
+            self.connections.join_group(self.view, GROUP)
 
         self.on_loop(form)
 

@@ -56,15 +56,7 @@ def in_worker0(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
     The options are those of ``Worker.group``. The function is given what the test is parametrized by, and
     the worker if it has a parameter of that name.
     """
-
-    def decorate(body: Body) -> Body:
-        def test(run_workers: RunWorkers, **given: Any) -> None:
-            first = _task(body, given)
-            first_of(run_workers, first, world_size=world_size, **options)
-
-        return _as_test(test, body)
-
-    return decorate
+    return _made(lambda run_workers, task: first_of(run_workers, task, world_size=world_size, **options))
 
 
 def in_standing_group(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
@@ -72,14 +64,7 @@ def in_standing_group(world_size: int = 2, **options: Any) -> Callable[[Body], B
     Gates are closed before each; ``tests.support.standing`` says what they must not depend on.
     """
     enter = entering(**options)
-
-    def decorate(body: Body) -> Body:
-        def test(run_workers: RunWorkers, **given: Any) -> None:
-            run_workers(Shared(enter, _task(body, given), _close_gates), world_size)
-
-        return _as_test(test, body)
-
-    return decorate
+    return _made(lambda run_workers, task: run_workers(Shared(enter, task, _close_gates), world_size))
 
 
 @functools.cache
@@ -90,14 +75,7 @@ def entering(**options: Any) -> Enter:
 
 def in_standing(enter: Enter, world_size: int) -> Callable[[Body], Body]:
     """Makes a test of a function that runs in each of some workers, which stay in what ``enter`` makes."""
-
-    def decorate(body: Body) -> Body:
-        def test(run_workers: RunWorkers, **given: Any) -> None:
-            run_workers(Shared(enter, _task(body, given)), world_size)
-
-        return _as_test(test, body)
-
-    return decorate
+    return _made(lambda run_workers, task: run_workers(Shared(enter, task), world_size))
 
 
 def _close_gates(_: Worker) -> None:
@@ -106,23 +84,20 @@ def _close_gates(_: Worker) -> None:
 
 def in_all(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
     """Makes a test of a function that runs in each worker of a group."""
-
-    def decorate(body: Body) -> Body:
-        def test(run_workers: RunWorkers, **given: Any) -> None:
-            each = _task(body, given)
-            run_workers(in_group(each, **options), world_size)
-
-        return _as_test(test, body)
-
-    return decorate
+    return _made(lambda run_workers, task: run_workers(in_group(task, **options), world_size))
 
 
 def in_processes(count: int) -> Callable[[Body], Body]:
     """Makes a test of a function that runs in some processes, which are in no group."""
+    return _made(lambda run_workers, task: run_workers(task, count))
+
+
+def _made(run: Callable[[RunWorkers, Task], object]) -> Callable[[Body], Body]:
+    """What makes a test of a body: it runs the body as a task of workers."""
 
     def decorate(body: Body) -> Body:
         def test(run_workers: RunWorkers, **given: Any) -> None:
-            run_workers(_task(body, given), count)
+            run(run_workers, _task(body, given))
 
         return _as_test(test, body)
 

@@ -122,11 +122,11 @@ def frame_bytes(header: dict[str, Any], payload: bytes = b"") -> bytes:
     return b"".join(encode(5, 0, header, [payload])[0])
 
 
-def read_all(sock: socket.socket, chunk: int = 1 << 16) -> list[Frame]:
+def read_all(sock: socket.socket) -> list[Frame]:
     """What a raw socket receives until the other end closes."""
     decoder = Decoder(1 << 30)
     frames: list[Frame] = []
-    while count := sock.recv_into(decoder.buffer()[:chunk]):
+    while count := sock.recv_into(decoder.buffer()):
         frames += decoder.received(count)
     return frames
 
@@ -145,23 +145,18 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Pair:
-    """Two connections to each other, both on one loop, or each on one of its own."""
+    """Two connections to each other, on one loop."""
 
-    def __init__(
-        self,
-        loop: LoopThread,
-        sockets: tuple[socket.socket, socket.socket],
-        there_loop: LoopThread | None = None,
-    ) -> None:
-        self._loop, self._there_loop = loop, there_loop or loop
+    def __init__(self, loop: LoopThread, sockets: tuple[socket.socket, socket.socket]) -> None:
+        self._loop = loop
         self.here_owner, self.there_owner = Recorder(), Recorder()
         self.here = open_connection(loop, sockets[0], self.here_owner)
         sockets[1].settimeout(None)
-        self.there = open_connection(self._there_loop, sockets[1], self.there_owner)
+        self.there = open_connection(loop, sockets[1], self.there_owner)
 
     def close(self) -> None:
         self._loop.call(self.here.close, "end of the test")
-        self._there_loop.call(self.there.close, "end of the test")
+        self._loop.call(self.there.close, "end of the test")
 
 
 def headers(frames: Iterable[Frame]) -> list[dict[str, Any]]:

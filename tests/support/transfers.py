@@ -10,7 +10,6 @@ import torch
 import rpc
 from rpc.errors import RpcError, WorkerLostError
 from tests.support import backend
-from tests.support.worker_context import Worker
 
 MIB = 1 << 20
 ACROSS: dict[str, Any] = {"transports": [backend.BETWEEN_HOSTS], "shared_memory_bytes": 0}
@@ -21,21 +20,6 @@ waiting: list[rpc.Future[Any]] = []
 
 def echo(value: Any) -> Any:
     return value
-
-
-def told_as_worker0_is_called(worker: Worker) -> str:
-    """In a group of two: worker0 is there until the event "end"; the other calls it, and returns how it hears
-    that worker0 is lost.
-    """
-    try:
-        if worker.rank == 0:
-            worker.wait_for("end")
-            return ""
-        with pytest.raises(WorkerLostError) as caught:
-            rpc.rpc_sync("worker0", echo, args=(1,))
-        return str(caught.value)
-    finally:
-        rpc.shutdown(graceful=False)
 
 
 def total(*tensors: torch.Tensor) -> float:

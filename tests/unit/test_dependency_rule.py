@@ -2,9 +2,9 @@
 
 ``spmd`` is built on ``dist_optim``, that on ``dist_autograd``, that on ``rref``, that on ``rpc``; ``farcall``
 is the front door and may import them all. Only the face ``rpc/__init__.py`` looks up, to offer ``remote`` and
-``RRef`` where PyTorch does, and ``serve`` and ``trace``. Inside ``rpc`` the rooms depend on each other as
-``ROOMS`` says, and no files import each other in a circle; what is imported under ``TYPE_CHECKING`` counts.
-And nobody imports what PyTorch may drop: its own RPC.
+``RRef`` where PyTorch does, and ``serve`` and ``trace``. The rooms of a package depend on each other as
+``ROOMS_OF`` says, and no files import each other in a circle; imports under ``TYPE_CHECKING`` count. And
+nobody imports what PyTorch may drop: its own RPC.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ MAY_IMPORT = {
 FACES = {"rpc/__init__.py": {"rref", "dist_autograd", "farcall"}}
 """Files that may look up, and where to."""
 
-ROOMS = (
-    {"entry_points", "errors", "functions", "device_maps", "options"},
-    {"runtime"},
-    {"wire"},
-    {"serialization"},
-    {"transport"},
-    {"group"},
-    {"bulk"},
-    {"agent"},
-    {"devices"},
-    {"profiling"},
-    {"rendezvous"},
-    {"lifecycle"},
-    {"api", "generators", "mapping", "retrying", "streaming", "testing"},
-)
-"""The rooms (and single files) of ``rpc``, from the lowest. Only its face stands above."""
+REST = "*"
+"""All rooms that are not named."""
 
 ROOMS_OF: dict[str, tuple[set[str], ...]] = {
+    "rpc": (
+        {"entry_points", "errors", "functions", "device_maps", "options"},
+        {"runtime"},
+        {"wire"},
+        {"serialization"},
+        {"transport"},
+        {"group"},
+        {"bulk"},
+        {"agent"},
+        {"devices"},
+        {"profiling"},
+        {"rendezvous"},
+        {"lifecycle"},
+        {"api", "generators", "mapping", "retrying", "streaming", "testing"},
+    ),
     "spmd": (
         {"collectives", "torch_internals"},
         {"workers", "elastic"},
@@ -64,29 +65,7 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"errors", "memory", "reductions", "signature", "algorithms"},
         {"one_host"},
         {"between_hosts"},
-        {
-            "arguments",
-            "backend_face",
-            "creation",
-            "flight_recorder",
-            "formation",
-            "group",
-            "handles",
-            "membership",
-            "messages",
-            "monitored",
-            "node",
-            "process_group",
-            "profiling",
-            "reconfiguring",
-            "sequencer",
-            "staged",
-            "start",
-            "store",
-            "torch_internals",
-            "vendors",
-            "work",
-        },
+        {REST},
     ),
     "spmd/engine": (
         {"errors", "program"},
@@ -105,21 +84,21 @@ ROOMS_OF: dict[str, tuple[set[str], ...]] = {
         {"installation", "commands"},
     ),
     "farcall": (
-        {"v1", "kserve", "extras"},
+        {"v1", "kserve", "extras", "doctor"},
         {"grpc", "scraping"},
         {"client"},
         {"serving", "compat"},
         {"observe"},
         {"page"},
         {"launch", "environment", "elastic", "examples", "one_sided", "ray", "weights"},
-        {"doctor"},
         {"accelerator_trial", "meeting", "trials"},
         {"cli"},
         {"__main__"},
     ),
 }
-"""The rooms of other packages, and of some rooms, from the lowest; those in one set may use each other. Faces
-are above them. What a worker of SPMD mode runs imports nothing of the driver, which is another process.
+"""The rooms (and single files) of packages, and of some rooms, from the lowest; those in one set may use each
+other. Faces are above them. What a worker of SPMD mode runs imports nothing of the driver, which is another
+process.
 """
 
 ABOVE_WITH_AGENT = {
@@ -213,17 +192,6 @@ def imported_files(path: Path) -> set[Path]:
     return found
 
 
-def height(path: Path) -> int:
-    """How high a file stands: that of its room in ``rpc``; other packages' are all above these."""
-    package, *inside = path.relative_to(ROOT).parts
-    if package != "rpc":
-        return len(ROOMS) + 1 + PACKAGES.index(package)
-    if inside == ["__init__.py"]:
-        return len(ROOMS)
-    room = inside[0].removesuffix(".py")
-    return next((index for index, rooms in enumerate(ROOMS) if room in rooms), -1)
-
-
 def circles(graph: dict[Path, set[Path]]) -> set[Path]:
     """The files from which a way leads back to themselves."""
 
@@ -290,7 +258,7 @@ def test_rooms_of_a_package_import_only_what_is_below(package: str) -> None:
 
     def floor(path: Path) -> int:
         room = path.relative_to(folder).parts[0].removesuffix(".py")
-        return next((index for index, floor in enumerate(rooms) if room in floor), -1)
+        return next((index for index, floor in enumerate(rooms) if {room, REST} & floor), -1)
 
     def is_face(path: Path) -> bool:
         return path == folder / "__init__.py"
@@ -305,29 +273,8 @@ def test_rooms_of_a_package_import_only_what_is_below(package: str) -> None:
     ]
 
 
-def test_every_file_of_rpc_has_its_room() -> None:
-    assert not [path for path in FILES if height(path) < 0]
-
-
-def test_rooms_import_only_what_is_below() -> None:
-    above = {
-        str(path.relative_to(ROOT)): sorted(names(list(upward)))
-        for path in FILES
-        if (upward := {each for each in imported_files(path) if height(each) > height(path)})
-        and str(path.relative_to(ROOT)) not in FACES
-    }
-    assert not above, "these look up"
-
-
 def test_no_files_import_each_other_in_a_circle() -> None:
-    graph = {
-        path: {
-            each
-            for each in imported_files(path)
-            if height(each) <= height(path) or str(path.relative_to(ROOT)) in FACES
-        }
-        for path in FILES
-    }
+    graph = {path: imported_files(path) for path in FILES}
     assert not names(list(circles(graph))), "these import each other"
 
 

@@ -104,4 +104,4 @@ def test_each_name_stands_once() -> None:
 def test_this_version_of_pytorch_has_those_that_it_needs() -> None:
     needed = [each for _, each in names_in_gates() if each.is_needed((MAJOR, MINOR))]
     assert needed
-    assert not [str(each) for each in needed if not each.is_found]
+    assert not [str(each) for each in needed if each.look_up(None) is None]

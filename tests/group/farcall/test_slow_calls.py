@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import queue
 import re
@@ -35,13 +34,12 @@ _here: dict[str, Any] = {}
 def prepare() -> None:
     lock = threading.Lock()
     lock.acquire()
-    _here.update(lock=lock, event=threading.Event(), queue=queue.Queue(), loop=None)
+    _here.update(lock=lock, event=threading.Event(), loop=None)
 
 
 def release() -> None:
     _here["lock"].release()
     _here["event"].set()
-    _here["queue"].put(None)
     if _here["loop"] is not None:
         _here["loop"].call_soon_threadsafe(_here["released"].set)
 
@@ -51,22 +49,8 @@ def take_lock() -> None:
         pass
 
 
-def acquire_lock() -> None:
-    _here["lock"].acquire()
-    _here["lock"].release()
-
-
 def wait_for_event() -> None:
     _here["event"].wait()
-
-
-def take_from_queue() -> None:
-    _here["queue"].get()
-
-
-def sleep_until_released() -> None:
-    while not _here["event"].is_set():
-        time.sleep(0.5)
 
 
 def compute_until_released() -> None:
@@ -156,10 +140,6 @@ THREAD = r"farcall-\d+"
 
 CALLEES: tuple[tuple[Callable[..., Any], str], ...] = (
     (take_lock, rf"waits for the lock `_here\['lock'\]`, at {HERE} in take_lock"),
-    (acquire_lock, rf"waits for the lock `_here\['lock'\].*`, at {HERE} in acquire_lock"),
-    (wait_for_event, rf"waits for the Event `_here\['event'\].*`, at {HERE} in wait_for_event"),
-    (take_from_queue, rf"waits for the queue `_here\['queue'\].*`, at {HERE} in take_from_queue"),
-    (sleep_until_released, rf"sleeps, at {HERE} in sleep_until_released"),
     (compute_until_released, rf"computes, at {HERE} in compute_until_released"),
     (train_until_released, rf"(computes|sleeps|runs), at {HERE} in train_until_released"),
     (await_event, rf"which awaits Event\.wait, at {HERE} in await_event"),
@@ -201,41 +181,20 @@ def test_report_says_what_the_callee_does(run_workers: RunWorkers, deserializati
 # ---- chains
 
 
-def call_take_lock_of_worker0() -> None:
-    rpc.rpc_sync("worker0", take_lock, timeout=0)
-
-
-def call_take_lock_of_worker2() -> None:
-    rpc.rpc_async("worker2", take_lock, timeout=0).wait()
-
-
 async def await_take_lock_of_worker2() -> None:
     await rpc.rpc_async("worker2", take_lock, timeout=0)
 
 
-@in_worker0(slow_call_seconds=SLOW)
-def test_calls_back_to_the_caller_are_followed() -> None:
-    prepare()
-    with reports() as lines, in_thread(call, "worker1", call_take_lock_of_worker0):
-        lines.until(
-            rf"caller has waited .*; worker1 {THREAD} waits for worker0: take_lock, at {HERE} in "
-            rf"call_take_lock_of_worker0; worker0 {THREAD} runs take_lock, waits for the lock .*, at {HERE} "
-            "in take_lock"
-        )
-        release()
+def test_callee_that_waits_for_a_third_worker(run_workers: RunWorkers) -> None:
+    run_workers.start([report_third, serve_slowly, serve_slowly]).results()
 
 
-@pytest.mark.parametrize("how", [call_take_lock_of_worker2, await_take_lock_of_worker2])
-def test_callee_that_waits_for_a_third_worker(run_workers: RunWorkers, how: Callable[..., Any]) -> None:
-    run_workers.start([functools.partial(report_third, how=how), serve_slowly, serve_slowly]).results()
-
-
-def report_third(worker: Worker, how: Callable[..., Any]) -> None:
+def report_third(worker: Worker) -> None:
     with worker.group(slow_call_seconds=SLOW), reports() as lines:
         rpc.rpc_sync("worker2", prepare)
-        with in_thread(call, "worker1", how):
+        with in_thread(call, "worker1", await_take_lock_of_worker2):
             lines.until(
-                rf"; worker1 .* waits for worker2: take_lock, at {HERE} in {how.__name__}; "
+                rf"; worker1 .* waits for worker2: take_lock, at {HERE} in await_take_lock_of_worker2; "
                 rf"worker2 {THREAD} runs take_lock, waits for the lock .*, at {HERE} in take_lock"
             )
             rpc.rpc_sync("worker2", release)

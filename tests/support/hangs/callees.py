@@ -1,5 +1,7 @@
 """Callees that wait, sleep or compute."""
 
+# ruff: noqa: PLW0108  # a lambda is the innermost frame of the program
+
 from __future__ import annotations
 
 import multiprocessing
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -80,61 +83,10 @@ def lock_never_released(worker: Worker) -> None:
     from_worker0(worker, acquire_forgotten)
 
 
-def take() -> None:
-    QUEUE.get()  # culprit: queue_stays_empty
-
-
-@hang("queue")
-def queue_stays_empty(worker: Worker) -> None:
-    from_worker0(worker, take)
-
-
-def await_event() -> None:
-    EVENT.wait()  # culprit: event_is_never_set
-
-
-@hang("event")
-def event_is_never_set(worker: Worker) -> None:
-    from_worker0(worker, await_event)
-
-
-def await_condition() -> None:
-    with CONDITION:
-        CONDITION.wait()  # culprit: condition_is_never_notified
-
-
-@hang("condition")
-def condition_is_never_notified(worker: Worker) -> None:
-    from_worker0(worker, await_condition)
-
-
-def await_semaphore() -> None:
-    SEMAPHORE.acquire()  # culprit: semaphore_is_never_released
-
-
-@hang("semaphore")
-def semaphore_is_never_released(worker: Worker) -> None:
-    from_worker0(worker, await_semaphore)
-
-
-def await_party() -> None:
-    threading.Barrier(2).wait()  # culprit: barrier_of_threads_lacks_one
-
-
-@hang("thread barrier")
-def barrier_of_threads_lacks_one(worker: Worker) -> None:
-    from_worker0(worker, await_party)
-
-
 def join_thread() -> None:
     thread = threading.Thread(target=EVENT.wait, daemon=True)
     thread.start()
     thread.join()  # culprit: thread_never_ends
-
-
-@hang("join")
-def thread_never_ends(worker: Worker) -> None:
-    from_worker0(worker, join_thread)
 
 
 def receive() -> None:
@@ -142,19 +94,9 @@ def receive() -> None:
     one.recv(1)  # culprit: socket_brings_nothing
 
 
-@hang("socket")
-def socket_brings_nothing(worker: Worker) -> None:
-    from_worker0(worker, receive)
-
-
 def receive_in_pipe() -> None:
     one, _other = multiprocessing.Pipe()
     one.recv()  # culprit: pipe_brings_nothing
-
-
-@hang("pipe")
-def pipe_brings_nothing(worker: Worker) -> None:
-    from_worker0(worker, receive_in_pipe)
 
 
 def open_fifo(path: str) -> None:
@@ -173,28 +115,9 @@ def await_subprocess() -> None:
         process.wait()  # culprit: subprocess_does_not_end
 
 
-@hang("subprocess")
-def subprocess_does_not_end(worker: Worker) -> None:
-    from_worker0(worker, await_subprocess)
-
-
-def sleep() -> None:
-    time.sleep(LONG)  # culprit: callee_sleeps
-
-
-@hang("sleeps")
-def callee_sleeps(worker: Worker) -> None:
-    from_worker0(worker, sleep)
-
-
 def compute() -> None:
     while True:
         sum(range(1000))  # culprit: callee_computes
-
-
-@hang("computes")
-def callee_computes(worker: Worker) -> None:
-    from_worker0(worker, compute)
 
 
 def multiply() -> None:
@@ -203,6 +126,45 @@ def multiply() -> None:
         matrix @ matrix  # culprit: callee_computes_in_pytorch
 
 
-@hang("computes")
-def callee_computes_in_pytorch(worker: Worker) -> None:
-    from_worker0(worker, multiply)
+def await_condition() -> None:
+    with CONDITION:
+        CONDITION.wait()  # culprit: condition_is_never_notified
+
+
+WAITS: dict[str, tuple[str, Callable[[], object]]] = {
+    "queue_stays_empty": ("queue", lambda: QUEUE.get()),  # culprit: queue_stays_empty
+    "event_is_never_set": ("event", lambda: EVENT.wait()),  # culprit: event_is_never_set
+    "condition_is_never_notified": ("condition", await_condition),
+    "semaphore_is_never_released": (
+        "semaphore",
+        lambda: SEMAPHORE.acquire(),  # culprit: semaphore_is_never_released
+    ),
+    "barrier_of_threads_lacks_one": (
+        "thread barrier",
+        lambda: threading.Barrier(2).wait(),  # culprit: barrier_of_threads_lacks_one
+    ),
+    "thread_never_ends": ("join", join_thread),
+    "socket_brings_nothing": ("socket", receive),
+    "pipe_brings_nothing": ("pipe", receive_in_pipe),
+    "subprocess_does_not_end": ("subprocess", await_subprocess),
+    "callee_sleeps": ("sleeps", lambda: time.sleep(LONG)),  # culprit: callee_sleeps
+    "callee_computes": ("computes", compute),
+    "callee_computes_in_pytorch": ("computes", multiply),
+}
+"""Kind and function of hangs that need nothing but a callee."""
+
+
+def wait(name: str) -> None:
+    WAITS[name][1]()
+
+
+def add(name: str, kind: str) -> None:
+    def run(worker: Worker) -> None:
+        from_worker0(worker, wait, name)
+
+    run.__name__ = name
+    hang(kind)(run)
+
+
+for _name, (_kind, _) in WAITS.items():
+    add(_name, _kind)

@@ -50,11 +50,15 @@ def take_in_shutdown() -> None:
     QUEUE.get()  # culprit: shutdown_waits_for_a_callee
 
 
-@hang("sleeps", size=3, quick=True)
-def collective_lacks_a_rank(worker: Worker) -> None:
+def init_process_group(worker: Worker) -> None:
     dist.init_process_group(
         "farcall", init_method=f"{worker.init_method}-c10d", rank=worker.rank, world_size=worker.world_size
     )
+
+
+@hang("sleeps", size=3, quick=True)
+def collective_lacks_a_rank(worker: Worker) -> None:
+    init_process_group(worker)
     dist.all_reduce(torch.ones(4))
     if worker.rank == 1:
         time.sleep(LONG)  # culprit: collective_lacks_a_rank
@@ -63,9 +67,7 @@ def collective_lacks_a_rank(worker: Worker) -> None:
 
 @hang("event", size=3)
 def broadcast_lacks_its_root(worker: Worker) -> None:
-    dist.init_process_group(
-        "farcall", init_method=f"{worker.init_method}-c10d", rank=worker.rank, world_size=worker.world_size
-    )
+    init_process_group(worker)
     if worker.rank == 1:
         EVENT.wait()  # culprit: broadcast_lacks_its_root
     dist.broadcast(torch.ones(4), src=1)
@@ -136,9 +138,7 @@ def multiply_long() -> None:
 
 @hang("computes", size=2)
 def rank_of_a_collective_computes(worker: Worker) -> None:
-    dist.init_process_group(
-        "farcall", init_method=f"{worker.init_method}-c10d", rank=worker.rank, world_size=worker.world_size
-    )
+    init_process_group(worker)
     if worker.rank == 1:
         multiply_long()
     dist.all_reduce(torch.ones(4))

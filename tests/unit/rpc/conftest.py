@@ -17,7 +17,6 @@ from rpc.runtime.loop import LoopThread
 from rpc.transport.authentication import TokenAuthenticator
 from rpc.transport.base import Transport
 from tests.support.answering import Owner
-from tests.support.ctrl_c import CtrlC
 from tests.support.nodes import MakeNode, Node
 from tests.support.stranger import Stranger
 from tests.support.streams import Sockets, connected_sockets
@@ -101,15 +100,6 @@ def other_thread() -> Iterator[ThreadPoolExecutor]:
     """A few threads other than the main one."""
     with ThreadPoolExecutor(8) as threads:
         yield threads
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[CtrlC]:
-    """Ctrl-C in the main thread, as long as the test runs."""
-    key = CtrlC()
-    before = signal.signal(signal.SIGINT, key.handle)
-    yield key
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

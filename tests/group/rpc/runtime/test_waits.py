@@ -69,17 +69,28 @@ def wait_at_gate() -> None:
 
 
 @told_soon
-def leave_one_by_one(worker: Worker) -> None:
+def come_one_by_one(worker: Worker, wait: Callable[[], object]) -> None:
     worker.join()
     if worker.rank == 1:
         worker.wait_for("go")
-    rpc.shutdown()
+    wait()
+    if rpc.is_initialized():
+        rpc.shutdown()
 
 
 @pytest.mark.parametrize("waiting", [0, 2])
-def test_shutdown_says_who_is_not_there(run_workers: RunWorkers, waiting: int) -> None:
-    workers = run_workers.start(leave_one_by_one, 3)
-    hear(workers[waiting], "in shutdown for", "not in shutdown: worker 'worker1'")
+@pytest.mark.parametrize(
+    ("wait", "said"),
+    [
+        (rpc.shutdown, ["in shutdown for", "not in shutdown: worker 'worker1'"]),
+        (rpc.barrier, ["' has waited", "in barrier", "for worker 'worker1'"]),
+    ],
+)
+def test_shutdown_and_barrier_say_who_has_not_come(
+    run_workers: RunWorkers, wait: Callable[[], object], said: list[str], waiting: int
+) -> None:
+    workers = run_workers.start(come_one_by_one, 3, kwargs={"wait": wait})
+    hear(workers[waiting], *said)
     workers[1].tell("go")
     workers.results()
 
@@ -95,22 +106,6 @@ def test_shutdown_says_which_functions_it_waits_for(run_workers: RunWorkers) -> 
     workers = run_workers.start(leave_behind_a_call, 2)
     hear(workers[0], "waiting for: wait_at_gate on worker 'worker1'")
     hear(workers[1], "running: wait_at_gate for worker 'worker0'")
-    workers[1].tell("go")
-    workers.results()
-
-
-@told_soon
-def come_to_barrier_one_by_one(worker: Worker) -> None:
-    with worker.group():
-        if worker.rank == 1:
-            worker.wait_for("go")
-        rpc.barrier()
-
-
-@pytest.mark.parametrize("waiting", [0, 2])
-def test_barrier_says_who_has_not_come(run_workers: RunWorkers, waiting: int) -> None:
-    workers = run_workers.start(come_to_barrier_one_by_one, 3)
-    hear(workers[waiting], f"worker 'worker{waiting}' has waited", "in barrier", "for worker 'worker1'")
     workers[1].tell("go")
     workers.results()
 
@@ -142,26 +137,6 @@ def test_barrier_says_that_a_missing_worker_is_in_shutdown(run_workers: RunWorke
 
 
 @told_soon
-def come_late_through_a_call(worker: Worker) -> str:
-    """Both others are in shutdown, and come to the barrier by calls."""
-    with worker.group():
-        if worker.rank == 2:
-            others = ["worker0", "worker1"]
-            first = rpc.rpc_async("worker0", rpc.barrier, args=(others,))
-            worker.wait_for("go")
-            rpc.rpc_sync("worker1", rpc.barrier, args=(others,))
-            first.wait()
-    return "done"
-
-
-def test_barrier_that_a_call_may_still_reach_is_left_alone(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(come_late_through_a_call, 3)
-    hear(workers[0], "barrier")
-    workers[2].tell("go")
-    assert workers.results() == ["done"] * 3
-
-
-@told_soon
 def wait_for_a_while(worker: Worker) -> str:
     """The first gives up its barrier, and then needs the other, which is in shutdown meanwhile."""
     with worker.group():
@@ -174,35 +149,3 @@ def wait_for_a_while(worker: Worker) -> str:
 
 def test_barrier_with_a_timeout_against_shutdown_only_times_out(run_workers: RunWorkers) -> None:
     assert run_workers(wait_for_a_while, 2) == ["served", "left"]
-
-
-@told_soon
-def come_late_by_a_thread(worker: Worker) -> str:
-    """A thread of the program's own works with the third, while its main thread is in shutdown."""
-    with worker.group():
-        if worker.rank == 0:
-            rpc.barrier(["worker0", "worker1"])
-        if worker.rank == 1:
-            go = threading.Event()
-            threading.Thread(target=work_and_meet, args=(go,)).start()
-            threading.Thread(target=pass_on, args=(worker, go)).start()
-    return "done"
-
-
-def pass_on(worker: Worker, go: threading.Event) -> None:
-    worker.wait_for("go")
-    go.set()
-
-
-def work_and_meet(go: threading.Event) -> None:
-    while not go.wait(SOON / 10):
-        rpc.rpc_sync("worker2", str)
-    rpc.barrier(["worker0", "worker1"])
-
-
-def test_barrier_for_a_thread_that_still_calls_is_left_alone(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(come_late_by_a_thread, 3)
-    for _ in range(3):
-        hear(workers[0], "barrier")
-    workers[1].tell("go")
-    assert workers.results() == ["done"] * 3

@@ -20,6 +20,9 @@ from farcall.launch.link import Link, Lost, Plan
 from farcall.launch.records import Records, Unreadable
 from farcall.launch.rounds import Kind, Order, Report, State
 from rpc.rendezvous.store import SharedStore
+from tests.support.ports import reserved_port
+
+__all__ = ["reserved_port"]
 
 KILLED = Failure(0, 10, -9, 2.0, host="a")
 SECONDS = 30.0
@@ -48,15 +51,6 @@ Start = Callable[..., Launcher]
 
 
 @pytest.fixture
-def free_port() -> Iterator[int]:
-    """A port that nobody listens on, and that is not given to others meanwhile."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield int(reserved.getsockname()[1])
-
-
-@pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts launchers of a job of two machines, which end with the test."""
     monkeypatch.setenv("FARCALL_TOKEN", "the token of this test")
@@ -79,8 +73,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         assert launcher.link.close(SECONDS)
 
 
-def test_a_failure_of_one_stops_all_and_starts_them_again(start: Start, free_port: int) -> None:
-    both = [start(free_port, rank, restarts=1) for rank in (0, 1)]
+def test_a_failure_of_one_stops_all_and_starts_them_again(start: Start, reserved_port: int) -> None:
+    both = [start(reserved_port, rank, restarts=1) for rank in (0, 1)]
     plans = [launcher.next() for launcher in both]
     assert all(isinstance(plan, Plan) for plan in plans)
     assert [(plan.me.node_rank, plan.me.first_rank, plan.world_size) for plan in plans] == [
@@ -99,8 +93,8 @@ def test_a_failure_of_one_stops_all_and_starts_them_again(start: Start, free_por
     assert [launcher.order() for launcher in both] == [Order(Kind.END)] * 2
 
 
-def test_a_launcher_that_leaves_ends_the_job(start: Start, free_port: int) -> None:
-    both = [start(free_port, rank) for rank in (0, 1)]
+def test_a_launcher_that_leaves_ends_the_job(start: Start, reserved_port: int) -> None:
+    both = [start(reserved_port, rank) for rank in (0, 1)]
     for launcher in both:
         launcher.next()
         assert launcher.order() == Order(Kind.RUN)
@@ -118,50 +112,52 @@ def test_a_launcher_that_leaves_ends_the_job(start: Start, free_port: int) -> No
     ],
 )
 def test_a_launcher_of_another_job_is_refused_and_the_job_is_told(
-    start: Start, free_port: int, changed: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]
+    start: Start, reserved_port: int, changed: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    first, other = start(free_port, 0), start(free_port, 1, **changed)
+    first, other = start(reserved_port, 0), start(reserved_port, 1, **changed)
     refused = other.next()
     assert isinstance(refused, Lost)
     assert said in str(refused)
-    second = start(free_port, 1)
+    second = start(reserved_port, 1)
     for launcher in (first, second):
         assert isinstance(launcher.next(), Plan)
         assert launcher.order() == Order(Kind.RUN)
     assert said in capfd.readouterr().err
 
 
-def test_another_token_is_refused(start: Start, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    start(free_port, 0)
+def test_another_token_is_refused(start: Start, reserved_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(reserved_port, 0)
     monkeypatch.setenv("FARCALL_TOKEN", "a token of another job")
-    other = start(free_port, 1)
+    other = start(reserved_port, 1)
     assert "has another token than the launcher on" in str(other.next())
 
 
 def test_one_launcher_too_many_is_refused_and_the_job_that_runs_is_told(
-    start: Start, free_port: int, monkeypatch: pytest.MonkeyPatch
+    start: Start, reserved_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr("farcall.launch.link.say", said.put)
-    for launcher in [start(free_port, rank) for rank in (0, 1)]:
+    for launcher in [start(reserved_port, rank) for rank in (0, 1)]:
         launcher.next()
         launcher.order()
-    assert "is one too many" in str(start(free_port, 1).next())
+    assert "is one too many" in str(start(reserved_port, 1).next())
     while "was refused: the job has its 2 launchers" not in said.get(timeout=SECONDS):
         pass  # it has waited for the job before
 
 
-def test_machines_that_do_not_come_are_not_waited_for_longer_than_asked(start: Start, free_port: int) -> None:
-    order = start(free_port, 0, timeout=2.0).order()
+def test_machines_that_do_not_come_are_not_waited_for_longer_than_asked(
+    start: Start, reserved_port: int
+) -> None:
+    order = start(reserved_port, 0, timeout=2.0).order()
     assert order.kind is Kind.END
-    assert f"not all 2 launchers have come to 127.0.0.1:{free_port} within 2 s" in order.reason
+    assert f"not all 2 launchers have come to 127.0.0.1:{reserved_port} within 2 s" in order.reason
 
 
 def test_a_coordinator_that_does_not_come_is_not_waited_for_longer_than_asked(
-    start: Start, free_port: int
+    start: Start, reserved_port: int
 ) -> None:
-    place = f"127.0.0.1:{free_port}"
-    lost = start(free_port, 1, timeout=0.5).next()
+    place = f"127.0.0.1:{reserved_port}"
+    lost = start(reserved_port, 1, timeout=0.5).next()
     assert isinstance(lost, Lost)
     assert f"the rendezvous at {place} has not been reachable for 0.5 s: " in str(lost)
 
@@ -213,12 +209,12 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_a_stranger_in_the_store_ends_no_job(
-    start: Start, free_port: int, attack: Callable[[Stranger, dict[str, bytes]], None]
+    start: Start, reserved_port: int, attack: Callable[[Stranger, dict[str, bytes]], None]
 ) -> None:
-    first = start(free_port, 0)
-    stranger = _stranger(free_port)
+    first = start(reserved_port, 0)
+    stranger = _stranger(reserved_port)
     attack(stranger, stranger.records())  # while launchers are waited for
-    both = [first, start(free_port, 1)]
+    both = [first, start(reserved_port, 1)]
     assert [type(each.next()) for each in both] == [Plan] * 2
     assert [each.order() for each in both] == [Order(Kind.RUN)] * 2
     attack(stranger, stranger.records())
@@ -228,13 +224,13 @@ def test_a_stranger_in_the_store_ends_no_job(
 
 
 def test_records_written_again_by_a_stranger_are_not_obeyed(
-    start: Start, free_port: int, capfd: pytest.CaptureFixture[str]
+    start: Start, reserved_port: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    both = [start(free_port, rank, restarts=1) for rank in (0, 1)]
+    both = [start(reserved_port, rank, restarts=1) for rank in (0, 1)]
     for each in both:
         each.next()
         assert each.order() == Order(Kind.RUN)
-    stranger = _stranger(free_port)
+    stranger = _stranger(reserved_port)
     old = stranger.records()
     both[0].link.report(Report(State.STOPPED))
     both[1].link.report(Report(State.FAILED, 0, (KILLED,)))
@@ -250,14 +246,14 @@ def test_records_written_again_by_a_stranger_are_not_obeyed(
 
 
 def test_launchers_that_meet_on_loopback_need_no_token(
-    start: Start, free_port: int, monkeypatch: pytest.MonkeyPatch
+    start: Start, reserved_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FARCALL_TOKEN")
-    both = [start(free_port, rank) for rank in (0, 1)]
+    both = [start(reserved_port, rank) for rank in (0, 1)]
     for each in both:
         each.next()
         assert each.order() == Order(Kind.RUN)
-    stranger = _stranger(free_port)
+    stranger = _stranger(reserved_port)
     order = next(key for key in stranger.records() if key.endswith("/order"))
     end = json.dumps({"beat": 99, "said": Order(Kind.END, reason="a stranger's", status=3).to_json()})
     stranger.write({order: end.encode()})
@@ -266,19 +262,19 @@ def test_launchers_that_meet_on_loopback_need_no_token(
     assert [each.order() for each in both] == [Order(Kind.END)] * 2
 
 
-def test_records_of_an_earlier_run_of_the_job_are_not_obeyed(start: Start, free_port: int) -> None:
-    both = [start(free_port, rank) for rank in (0, 1)]
+def test_records_of_an_earlier_run_of_the_job_are_not_obeyed(start: Start, reserved_port: int) -> None:
+    both = [start(reserved_port, rank) for rank in (0, 1)]
     for each in both:
         each.next()
         assert each.order() == Order(Kind.RUN)
-    old = _stranger(free_port).records()
+    old = _stranger(reserved_port).records()
     for each in both:
         each.leave()
     for each in both:
         assert each.link.close(SECONDS)
-    first = start(free_port, 0)
-    _stranger(free_port).write(old)
-    for each in (first, start(free_port, 1)):  # the coordinator overwrites them
+    first = start(reserved_port, 0)
+    _stranger(reserved_port).write(old)
+    for each in (first, start(reserved_port, 1)):  # the coordinator overwrites them
         assert isinstance(each.next(), Plan)
         assert each.order() == Order(Kind.RUN)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from rpc.lifecycle import backend_registry
 from rpc.lifecycle.backend_registry import (
     BackendType,
     backend_registered,
@@ -30,35 +29,18 @@ def _agent(**kwargs: Any) -> tuple[str, dict[str, Any]]:
     return "an agent", kwargs
 
 
-def test_registered_backend_is_a_member_for_all_who_hold_the_enumeration() -> None:
+def test_registered_backend_is_a_member_as_of_an_enum() -> None:
     held = BackendType
     backend = register_backend("STUB", _options, _agent)
-    assert held.STUB is held["STUB"] is backend
-    assert backend in held
+    assert held.STUB is held["STUB"] is held.__members__["STUB"] is backend
     assert backend in list(held)
-    assert isinstance(backend, backend_registry.BackendType)
-    assert held.__members__["STUB"] is backend
+    assert len(held) == len(list(held))
+    assert "STUB" in dir(held)
     assert backend_registered("STUB")
     assert not backend_registered("OTHER")
-
-
-def test_member_reads_as_one_of_an_enum() -> None:
-    backend = register_backend("STUB", _options, _agent)
-    assert repr(backend) == "BackendType.STUB"
-    assert backend.name == "STUB"
+    assert (repr(backend), backend.name) == ("BackendType.STUB", "STUB")
     assert backend.value.init_backend_handler is _agent
-    assert len(BackendType) == len(list(BackendType))
-    assert "STUB" in dir(BackendType)
-
-
-def test_member_is_itself_after_copying_and_pickling() -> None:
-    backend = register_backend("STUB", _options, _agent)
-    assert copy.deepcopy(backend) is backend
-    assert pickle.loads(pickle.dumps(backend)) is backend
-
-
-def test_name_is_registered_once() -> None:
-    register_backend("STUB", _options, _agent)
+    assert copy.deepcopy(backend) is pickle.loads(pickle.dumps(backend)) is backend
     with pytest.raises(RuntimeError, match=r"^RPC backend STUB: already registered$"):
         register_backend("STUB", _options, _agent)
 

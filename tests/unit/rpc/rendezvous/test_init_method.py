@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
@@ -26,7 +26,10 @@ from rpc.rendezvous.init_method import RankAndSize, _TcpStore, job_key, open_sto
 from rpc.rendezvous.static import join_static
 from rpc.rendezvous.store import StoreWait
 from rpc.runtime.process_signs import ProcessSigns
+from tests.support.ports import reserved_port
 from tests.unit.rpc.rendezvous.conftest import Workers, in_thread, results
+
+__all__ = ["reserved_port"]
 
 NEEDS_IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 
@@ -37,56 +40,55 @@ _LISTENS = "0A"  # a state in those tables
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4"}
 
 
+ONE_HOST = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+URL = {"init_method": "tcp://host:1?rank=1&world_size=3"}
+DYNAMIC = {"dynamic": True}
+
+
 @pytest.mark.parametrize(
-    ("rank", "world_size", "environ", "place"),
+    ("rank", "world_size", "environ", "options", "place"),
     [
-        (0, 2, {}, RankAndSize(0, 2)),
-        (-1, None, TORCHRUN, RankAndSize(2, 4)),
-        (None, None, TORCHRUN, RankAndSize(2, 4)),
-        (0, 2, TORCHRUN, RankAndSize(0, 2)),
-        (3, None, TORCHRUN, RankAndSize(3, 4)),
-        (-1, 8, TORCHRUN, RankAndSize(2, 8)),
-        (0, None, {}, RankAndSize(0, None)),
-        (5, 0, {}, RankAndSize(5, None)),
-        (-1, None, {"RANK": "1"}, RankAndSize(1, None)),
+        (0, 2, {}, {}, RankAndSize(0, 2)),
+        (-1, None, TORCHRUN, {}, RankAndSize(2, 4)),
+        (None, None, TORCHRUN, {}, RankAndSize(2, 4)),
+        (0, 2, TORCHRUN, {}, RankAndSize(0, 2)),
+        (3, None, TORCHRUN, {}, RankAndSize(3, 4)),
+        (-1, 8, TORCHRUN, {}, RankAndSize(2, 8)),
+        (0, None, {}, {}, RankAndSize(0, None)),
+        (5, 0, {}, {}, RankAndSize(5, None)),
+        (-1, None, {"RANK": "1"}, {}, RankAndSize(1, None)),
+        (-1, None, TORCHRUN, DYNAMIC, RankAndSize(2, None)),
+        (-1, None, {}, DYNAMIC, RankAndSize(None, None)),
+        (-1, None, TORCHRUN, URL, RankAndSize(1, 3)),
+        (0, 2, TORCHRUN, URL, RankAndSize(0, 2)),
+        (-1, None, ONE_HOST, {}, RankAndSize(0, 4, single_host=True)),
+        (-1, None, ONE_HOST | {"WORLD_SIZE": "8"}, {}, RankAndSize(0, 8)),
+        (0, 2, ONE_HOST, {}, RankAndSize(0, 2)),
+        (-1, None, ONE_HOST, DYNAMIC, RankAndSize(0, None)),
     ],
 )
-def test_argument_counts_before_the_environment(
-    rank: int | None, world_size: int | None, environ: Mapping[str, str], place: RankAndSize
+def test_argument_counts_before_init_method_and_that_before_the_environment(
+    rank: int | None,
+    world_size: int | None,
+    environ: Mapping[str, str],
+    options: dict[str, Any],
+    place: RankAndSize,
 ) -> None:
-    assert resolve_group(rank, world_size, environ) == place
+    assert resolve_group(rank, world_size, environ, **options) == place
 
 
-def test_dynamic_group_is_asked_for_where_the_environment_has_a_world_size() -> None:
-    assert resolve_group(-1, None, TORCHRUN, dynamic=True) == RankAndSize(2, None)
-
-
-def test_dynamic_group_asked_for_needs_no_rank() -> None:
-    assert resolve_group(-1, None, {}, dynamic=True) == RankAndSize(None, None)
-
-
-def test_init_method_may_carry_rank_and_world_size() -> None:
-    url = "tcp://host:1?rank=1&world_size=3"
-    assert resolve_group(-1, None, TORCHRUN, init_method=url) == RankAndSize(1, 3)
-    assert resolve_group(0, 2, TORCHRUN, init_method=url) == RankAndSize(0, 2)
-
-
-def test_all_workers_on_one_host_are_known_from_torchrun() -> None:
-    one_host = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    assert resolve_group(-1, None, one_host).single_host
-    assert not resolve_group(-1, None, one_host | {"WORLD_SIZE": "8"}).single_host
-    assert not resolve_group(0, 2, one_host).single_host
-    assert not resolve_group(-1, None, one_host, dynamic=True).single_host
-
-
-def test_world_size_of_a_dynamic_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="dynamic=True"):
-        resolve_group(0, 2, {}, dynamic=True)
-
-
-def test_number_in_init_method_that_is_none_is_refused() -> None:
-    with pytest.raises(RendezvousError, match="rank in init_method must be a number"):
-        resolve_group(-1, 2, {}, init_method="tcp://host:1?rank=x")
+@pytest.mark.parametrize(
+    ("rank", "options", "said"),
+    [
+        (0, DYNAMIC, "dynamic=True"),
+        (-1, {"init_method": "tcp://host:1?rank=x"}, "rank in init_method must be a number"),
+    ],
+)
+def test_what_contradicts_itself_or_is_no_number_is_refused(
+    rank: int, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RendezvousError, match=said):
+        resolve_group(rank, 2, {}, **options)
 
 
 def test_job_is_named_by_the_user_else_by_torchrun() -> None:
@@ -96,16 +98,6 @@ def test_job_is_named_by_the_user_else_by_torchrun() -> None:
 
 
 # The store
-
-
-@pytest.fixture
-def free_port() -> Iterator[int]:
-    """A port that nobody listens on, and that is not given to others meanwhile."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield reserved.getsockname()[1]
-    gc.collect()  # the errors that a test has caught hold frames, and those hold stores
 
 
 def serve(port: int = 0) -> TCPStore:
@@ -132,8 +124,8 @@ def _listening_on(port: int) -> str:
 # TCP
 
 
-def test_rank_0_serves_and_the_others_wait_for_it(free_port: int) -> None:
-    url = f"tcp://127.0.0.1:{free_port}"
+def test_rank_0_serves_and_the_others_wait_for_it(reserved_port: int) -> None:
+    url = f"tcp://127.0.0.1:{reserved_port}"
     client = in_thread(open_store, url, 1, 2, timeout=20)
     server = open_store(url, 0, 2, timeout=20)
     server.set("key", b"\0value\xff")
@@ -141,25 +133,25 @@ def test_rank_0_serves_and_the_others_wait_for_it(free_port: int) -> None:
     assert server.master == "127.0.0.1"
 
 
-def test_environment_names_the_address(free_port: int) -> None:
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+def test_environment_names_the_address(reserved_port: int) -> None:
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved_port)}
     store = open_store("env://", 0, 1, timeout=20, environ=environ)
-    assert f"127.0.0.1:{free_port} (MASTER_ADDR and MASTER_PORT)" in store.description
+    assert f"127.0.0.1:{reserved_port} (MASTER_ADDR and MASTER_PORT)" in store.description
 
 
-def test_store_on_loopback_listens_there_only(free_port: int) -> None:
-    store = open_store(f"tcp://localhost:{free_port}", 0, 1, timeout=20)
-    assert _listening_on(free_port) == f"127.0.0.1:{free_port}"
+def test_store_on_loopback_listens_there_only(reserved_port: int) -> None:
+    store = open_store(f"tcp://localhost:{reserved_port}", 0, 1, timeout=20)
+    assert _listening_on(reserved_port) == f"127.0.0.1:{reserved_port}"
     assert store.add("n", 2) == 2
 
 
-def test_store_listens_at_the_address_that_the_rendezvous_names(free_port: int) -> None:
+def test_store_listens_at_the_address_that_the_rendezvous_names(reserved_port: int) -> None:
     try:
         address = _address_towards(("192.0.2.1", 1), socket.AF_INET)
     except OSError:
         pytest.skip("this host has no address on a network")
-    store = open_store(f"tcp://{address}:{free_port}", 0, 1, timeout=20)
-    assert _listening_on(free_port) == f"{address}:{free_port}"
+    store = open_store(f"tcp://{address}:{reserved_port}", 0, 1, timeout=20)
+    assert _listening_on(reserved_port) == f"{address}:{reserved_port}"
     assert store.add("n", 2) == 2
 
 
@@ -186,32 +178,32 @@ def test_store_listens_everywhere_where_its_name_may_mean_another_address(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", pytest.param("[::1]", marks=NEEDS_IPV6)])
-def test_store_of_this_process_is_shared(free_port: int, host: str) -> None:
-    first = open_store(f"tcp://{host}:{free_port}", 0, 1, timeout=20)
+def test_store_of_this_process_is_shared(reserved_port: int, host: str) -> None:
+    first = open_store(f"tcp://{host}:{reserved_port}", 0, 1, timeout=20)
     first.set("key", b"value")
-    again = open_store(f"tcp://{host}:{free_port}", 0, 1, timeout=20)
+    again = open_store(f"tcp://{host}:{reserved_port}", 0, 1, timeout=20)
     assert again.get("key") == b"value"
-    theirs = TCPStore(host.strip("[]"), free_port, None, True, wait_for_workers=False, multi_tenant=True)
+    theirs = TCPStore(host.strip("[]"), reserved_port, None, True, wait_for_workers=False, multi_tenant=True)
     assert theirs.get("key") == b"value"
 
 
-def test_torchruns_store_is_not_served_again(free_port: int) -> None:
-    agents = serve(free_port)
+def test_torchruns_store_is_not_served_again(reserved_port: int) -> None:
+    agents = serve(reserved_port)
     agents.set("key", "from torchrun")
     environ = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port),
+        "MASTER_PORT": str(reserved_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     assert open_store("env://", 0, 1, timeout=20, environ=environ).get("key") == b"from torchrun"
 
 
-def test_two_processes_of_rank_0_meet_in_one_store(free_port: int) -> None:
+def test_two_processes_of_rank_0_meet_in_one_store(reserved_port: int) -> None:
     other = TCPStore(
-        "127.0.0.1", free_port, None, True, wait_for_workers=False
+        "127.0.0.1", reserved_port, None, True, wait_for_workers=False
     )  # not shared: as in another process
     other.set("key", "of the other")
-    assert open_store(f"tcp://127.0.0.1:{free_port}", 0, 1, timeout=20).get("key") == b"of the other"
+    assert open_store(f"tcp://127.0.0.1:{reserved_port}", 0, 1, timeout=20).get("key") == b"of the other"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -231,7 +223,7 @@ def test_unknown_host_is_named_when_the_time_is_over(rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, None])
 @pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_AGAIN])
 def test_host_that_gets_its_name_late_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, free_port: int, rank: int | None, code: int
+    monkeypatch: pytest.MonkeyPatch, reserved_port: int, rank: int | None, code: int
 ) -> None:
     """As a pod does, whose headless service knows it a while after its start."""
     unknown = iter([socket.gaierror(code, "not known yet")] * 3)
@@ -243,8 +235,8 @@ def test_host_that_gets_its_name_late_is_waited_for(
         return resolve(*arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    other = None if rank == 0 else serve(free_port)
-    store = open_store(f"tcp://localhost:{free_port}", rank, 2, timeout=20)
+    other = None if rank == 0 else serve(reserved_port)
+    store = open_store(f"tcp://localhost:{reserved_port}", rank, 2, timeout=20)
     assert next(unknown, None) is None
     assert store.add("n", 1) == 1
     del other
@@ -258,12 +250,12 @@ def listeners_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.usefixtures("listeners_of_another_process")
-def test_store_that_is_slow_to_answer_is_waited_for(free_port: int, rank: int) -> None:
+def test_store_that_is_slow_to_answer_is_waited_for(reserved_port: int, rank: int) -> None:
     """As where the name server takes seconds for each connection. A relay lets nothing through at first."""
-    with socket.create_server(("127.0.0.1", free_port)) as slow, contextlib.ExitStack() as connections:
+    with socket.create_server(("127.0.0.1", reserved_port)) as slow, contextlib.ExitStack() as connections:
         server = serve()
         relaying = in_thread(relay_later, slow, server.port, connections)
-        store = open_store(f"tcp://127.0.0.1:{free_port}", rank, 2, timeout=60)
+        store = open_store(f"tcp://127.0.0.1:{reserved_port}", rank, 2, timeout=60)
         assert store.add("n", 1) == 1
         slow.shutdown(socket.SHUT_RDWR)
         relaying.result(20)
@@ -298,88 +290,76 @@ def test_port_of_another_program_is_named_at_once(rank: int) -> None:
         other_ends.result(20)
 
 
-class Http(BaseHTTPRequestHandler):
-    timeout = 2  # in seconds; ends the connections of stores, which send no request
-
-    def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.usefixtures("listeners_of_another_process")
-def test_port_of_a_server_of_http_is_named_after_one_answer(
-    monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    """On another host, too, where the process that has the port is unknown and may be busy."""
-    monkeypatch.setattr(init_method, "_ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(init_method, "process_signs", lambda _: ProcessSigns(True, False, 1, 1))
-    with ThreadingHTTPServer(("127.0.0.1", 0), Http) as other:
-        serving = in_thread(other.serve_forever)
-        said = "taken by a program that is not the store .*it speaks another protocol"
-        with pytest.raises(RendezvousError, match=said):
-            open_store(f"tcp://127.0.0.1:{other.server_port}", rank, 2, timeout=60)
-        other.shutdown()
-        serving.result(20)
-
-
 class Refuses(BaseRequestHandler):
     def handle(self) -> None:
         self.request.recv(100)
         self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
-def test_port_of_a_server_that_refuses_what_a_store_is_asked_is_named_after_one_answer() -> None:
-    """PyTorch's store reports each wrong answer with a traceback of its own."""
-    with ThreadingTCPServer(("127.0.0.1", 0), Refuses) as other:
+class Http(BaseHTTPRequestHandler):
+    timeout = 2  # in seconds; ends the connections of stores, which send no request
+
+    def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
+
+
+@pytest.mark.parametrize(("handler", "rank"), [(Http, 0), (Http, 1), (Refuses, 1)])
+@pytest.mark.usefixtures("listeners_of_another_process")
+def test_port_of_a_server_of_text_is_named_after_one_answer(
+    monkeypatch: pytest.MonkeyPatch, handler: Any, rank: int
+) -> None:
+    """On another host, too, where the process that has the port is unknown and may be busy. PyTorch's store
+    reports each wrong answer with a traceback of its own.
+    """
+    monkeypatch.setattr(init_method, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(init_method, "process_signs", lambda _: ProcessSigns(True, False, 1, 1))
+    with ThreadingTCPServer(("127.0.0.1", 0), handler) as other:
         serving = in_thread(other.serve_forever)
         said = "taken by a program that is not the store .*it speaks another protocol"
         with pytest.raises(RendezvousError, match=said):
-            open_store(f"tcp://127.0.0.1:{other.server_address[1]}", 1, 2, timeout=60)
+            open_store(f"tcp://127.0.0.1:{other.server_address[1]}", rank, 2, timeout=60)
         other.shutdown()
         serving.result(20)
 
 
-@pytest.mark.parametrize(("rank", "accepts"), [(0, True), (1, False), (None, True)])
-@pytest.mark.usefixtures("listeners_of_another_process")
-def test_port_of_this_host_that_a_silent_program_has_is_named(
-    monkeypatch: pytest.MonkeyPatch, rank: int | None, accepts: bool
-) -> None:
-    """A program that never answers, whether or not it accepts connections. Its process sleeps."""
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes seconds takes moments."""
     for name in ("_ANSWER_SECONDS", "_LONGEST_SILENCE_SECONDS", "_MARGIN_SECONDS", "_PROBE_SECONDS"):
         monkeypatch.setattr(init_method, name, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("address", "rank", "accepts"),
+    [
+        ("127.0.0.1", 0, True),
+        ("127.0.0.1", 1, False),
+        ("127.0.0.1", None, True),
+        pytest.param("::1", 0, False, marks=NEEDS_IPV6),
+    ],
+)
+@pytest.mark.usefixtures("listeners_of_another_process", "impatient")
+def test_port_of_this_host_that_a_silent_program_has_is_named(
+    monkeypatch: pytest.MonkeyPatch, address: str, rank: int | None, accepts: bool
+) -> None:
+    """A program that never answers, whether or not it accepts connections. Its process sleeps. A store would
+    serve the port of ``::1`` at all addresses of IPv4, and wait for the program.
+    """
     monkeypatch.setattr(init_method, "process_signs", lambda _: ProcessSigns(False, False, 1, 1))
-    with socket.create_server(("127.0.0.1", 0)) as other, contextlib.ExitStack() as connections:
+    family, host = (socket.AF_INET6, "[::1]") if ":" in address else (socket.AF_INET, address)
+    with socket.create_server((address, 0), family=family) as other, contextlib.ExitStack() as connections:
         accepting = in_thread(accept_all, other, connections) if accepts else None
         port = other.getsockname()[1]
-        said = rf"port {port} .*taken by a program that is not the store .*process 1;"
+        said = rf"port {port} of {address} is taken by a program that is not the store .*process 1;"
         with pytest.raises(RendezvousError, match=said):
-            open_store(f"tcp://127.0.0.1:{port}", rank, None if rank is None else 2, timeout=60)
+            open_store(f"tcp://{host}:{port}", rank, None if rank is None else 2, timeout=60)
         other.shutdown(socket.SHUT_RDWR)
         if accepting is not None:
             accepting.result(20)
 
 
-@NEEDS_IPV6
-@pytest.mark.usefixtures("listeners_of_another_process")
-def test_port_that_a_silent_program_has_at_the_ipv6_address_alone_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A store would serve it at all addresses of IPv4, and wait for the program at its own."""
-    for name in ("_ANSWER_SECONDS", "_LONGEST_SILENCE_SECONDS", "_MARGIN_SECONDS", "_PROBE_SECONDS"):
-        monkeypatch.setattr(init_method, name, 0.05)
-    monkeypatch.setattr(init_method, "process_signs", lambda _: ProcessSigns(False, False, 1, 1))
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(RendezvousError, match=rf"port {port} of ::1 is taken by .* process 1;"):
-            open_store(f"tcp://[::1]:{port}", 0, 2, timeout=20)
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=NEEDS_IPV6)])
-def test_port_that_a_silent_socket_of_this_process_has_is_named(
-    monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
-    """A store would serve the port of ``::1`` at all addresses of IPv4, and wait for that socket."""
-    for name in ("_ANSWER_SECONDS", "_LONGEST_SILENCE_SECONDS", "_MARGIN_SECONDS", "_PROBE_SECONDS"):
-        monkeypatch.setattr(init_method, name, 0.05)
+@pytest.mark.usefixtures("impatient")
+def test_port_that_a_silent_socket_of_this_process_has_is_named(address: str) -> None:
     family, host = (socket.AF_INET6, "[::1]") if ":" in address else (socket.AF_INET, address)
     with socket.create_server((address, 0), family=family) as own:
         port = own.getsockname()[1]
@@ -388,10 +368,8 @@ def test_port_that_a_silent_socket_of_this_process_has_is_named(
             open_store(f"tcp://{host}:{port}", 0, 2, timeout=20)
 
 
-@pytest.mark.usefixtures("listeners_of_another_process")
+@pytest.mark.usefixtures("listeners_of_another_process", "impatient")
 def test_store_of_this_host_whose_process_is_stopped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_ANSWER_SECONDS", "_LONGEST_SILENCE_SECONDS", "_MARGIN_SECONDS", "_PROBE_SECONDS"):
-        monkeypatch.setattr(init_method, name, 0.05)
     looks = itertools.count()
 
     def signs(_: int) -> ProcessSigns:
@@ -461,8 +439,8 @@ def test_what_has_no_scheme_is_told_which(init_method: str, meant: str) -> None:
         open_store(init_method, 0, 1, timeout=20)
 
 
-def test_first_of_a_dynamic_group_serves_the_store(free_port: int) -> None:
-    url = f"tcp://127.0.0.1:{free_port}"
+def test_first_of_a_dynamic_group_serves_the_store(reserved_port: int) -> None:
+    url = f"tcp://127.0.0.1:{reserved_port}"
     first = open_store(url, None, None, timeout=20)
     first.set("key", b"value")
     assert open_store(url, 7, None, timeout=20).get("key") == b"value"
@@ -472,10 +450,10 @@ def test_dynamic_group_does_not_serve_for_another_host() -> None:
     assert not _TcpStore.of("tcp://192.0.2.1:29500", None, None, {})._may_serve
 
 
-def test_server_that_is_replaced_is_found_again(free_port: int, workers: Workers) -> None:
-    url = f"tcp://127.0.0.1:{free_port}"
+def test_server_that_is_replaced_is_found_again(reserved_port: int, workers: Workers) -> None:
+    url = f"tcp://127.0.0.1:{reserved_port}"
     zero, one = workers(2)
-    leaving = serve(free_port)
+    leaving = serve(reserved_port)
     joining = in_thread(join_static, open_store(url, 1, 2, timeout=20), one.member, 2, 20)
     while leaving.add("farcall/default/arrivals", 0) == 0:
         pass
@@ -485,8 +463,8 @@ def test_server_that_is_replaced_is_found_again(free_port: int, workers: Workers
     assert [group.members for group in groups] == [(zero.member, one.member)] * 2
 
 
-def test_group_after_group_at_one_address(free_port: int, workers: Workers) -> None:
-    url = f"tcp://127.0.0.1:{free_port}"
+def test_group_after_group_at_one_address(reserved_port: int, workers: Workers) -> None:
+    url = f"tcp://127.0.0.1:{reserved_port}"
     for _ in range(3):
         pair = workers(2)
         opened = [in_thread(open_store, url, rank, 2, timeout=20) for rank in (0, 1)]

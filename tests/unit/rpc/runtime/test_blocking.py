@@ -13,8 +13,7 @@ from rpc.agent.waiting import wait_futures
 from rpc.errors import BlockingCallError
 from rpc.runtime.blocking import Condition, Event, this_thread, wait_for_event, wait_while
 from tests.support.answering import Owner, fail, when_waiting
-from tests.support.ctrl_c import CtrlC
-from tests.support.interrupting import interrupted_at_check
+from tests.support.interrupting import interrupted, interrupted_at_check
 from tests.support.streams import SOON, until
 
 # ---- wait_all and waiting for several
@@ -55,18 +54,16 @@ def test_a_thread_that_must_not_block_cannot_wait(owner: Owner) -> None:
 
 
 def test_ctrl_c_interrupts_result_and_gives_the_call_up(
-    owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
+    owner: Owner,
 ) -> None:
     call = owner.call(timeout=60)
-    other_thread.submit(ctrl_c.press_when, lambda: call.awaited._waiters)
-    with pytest.raises(KeyboardInterrupt):
-        call.result()
+    interrupted(call.result)
     assert not owner.open
     assert not call.awaited._waiters
 
 
 def test_ctrl_c_interrupts_while_another_thread_decodes(
-    owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
+    owner: Owner,
 ) -> None:
     call, future = owner.future()
     decoding, go_on = threading.Event(), threading.Event()
@@ -78,9 +75,7 @@ def test_ctrl_c_interrupts_while_another_thread_decodes(
 
     owner.answer(call, slow)
     assert decoding.wait(SOON)
-    other_thread.submit(ctrl_c.press_in, Future.wait)
-    with pytest.raises(KeyboardInterrupt):
-        future.wait()
+    interrupted(future.wait)
     go_on.set()
     assert future.wait() == 42
 
@@ -99,15 +94,13 @@ def test_ctrl_c_while_decoding_is_raised_and_fails_the_future(
 
 
 def test_ctrl_c_in_a_callback_that_a_waiting_thread_runs_is_raised_there(
-    owner: Owner, other_thread: ThreadPoolExecutor, ctrl_c: CtrlC
+    owner: Owner, other_thread: ThreadPoolExecutor
 ) -> None:
     call, future = owner.future()
     endless, endless_future = owner.future()
     following = future.then(lambda _: endless_future.wait())
     other_thread.submit(when_waiting(call, owner.answer, call, 42))
-    other_thread.submit(ctrl_c.press_when, lambda: endless.awaited._waiters)
-    with pytest.raises(KeyboardInterrupt):
-        future.wait()
+    interrupted(future.wait, when=lambda: endless.awaited._waiters)
     assert future.wait() == 42
     with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
         following.wait()

@@ -54,17 +54,22 @@ def press_and_go_on(done: list[str]) -> None:
     done.append("all of it")
 
 
+def assert_is_deferred(section: Callable[[list[str]], object] = press_and_go_on) -> None:
+    """A section that presses Ctrl-C, and then does something, does all of it before that is raised."""
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come at either line
+        section(done)
+        wait_to_be_interrupted()
+    assert done == ["all of it"]
+
+
 def test_it_is_raised_at_once_where_nothing_is_protected() -> None:
     with pytest.raises(KeyboardInterrupt):
         press_ctrl_c()
 
 
 def test_a_protected_function_runs_to_its_end_before_it_is_raised() -> None:
-    done: list[str] = []
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come at either line
-        press_and_go_on(done)
-        wait_to_be_interrupted()
-    assert done == ["all of it"]
+    assert_is_deferred()
 
 
 def test_one_that_was_deferred_is_not_raised_after_a_later_one() -> None:
@@ -75,17 +80,12 @@ def test_one_that_was_deferred_is_not_raised_after_a_later_one() -> None:
 
 
 def test_what_a_protected_function_calls_is_protected_too() -> None:
-    done: list[str] = []
-
     @protected
-    def outer() -> None:
+    def outer(done: list[str]) -> None:
         list(map(lambda _: press_ctrl_c(), (1,)))  # noqa: C417
         done.append("all of it")
 
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        outer()
-        wait_to_be_interrupted()
-    assert done == ["all of it"]
+    assert_is_deferred(outer)
 
 
 def test_an_interruptible_function_within_a_protected_one_is_interrupted_at_once() -> None:
@@ -113,18 +113,16 @@ def test_an_interruptible_function_within_a_protected_one_is_interrupted_at_once
 
 
 def test_a_protected_finalizer_does_not_lose_it() -> None:
-    done: list[str] = []
-
     class Finalized:
+        def __init__(self, done: list[str]) -> None:
+            self.done = done
+
         @protected
         def __del__(self) -> None:
             press_ctrl_c()
-            done.append("all of it")
+            self.done.append("all of it")
 
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        Finalized()
-        wait_to_be_interrupted()
-    assert done == ["all of it"]
+    assert_is_deferred(Finalized)
 
 
 @protected
@@ -232,12 +230,8 @@ def replace_and_use(handler: Callable[[int, FrameType | None], object] | int | N
 
 def test_a_handler_that_is_installed_later_is_deferred_too() -> None:
     """As ipykernel does before each cell."""
-    done: list[str] = []
     replace_and_use(signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        press_and_go_on(done)
-        wait_to_be_interrupted()
-    assert done == ["all of it"]
+    assert_is_deferred()
 
 
 @pytest.mark.parametrize("installed", ["before", "after"])
@@ -346,11 +340,7 @@ def test_a_loop_that_notes_signals_notes_each_once() -> None:
 def test_protection_lasts_until_the_last_agent_has_ended() -> None:
     defer_interrupts()
     restore_interrupts()
-    done: list[str] = []
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        press_and_go_on(done)
-        wait_to_be_interrupted()
-    assert done == ["all of it"]
+    assert_is_deferred()
 
 
 def test_an_agent_that_another_thread_starts_is_protected_once_the_main_thread_uses_it() -> None:
@@ -360,11 +350,7 @@ def test_an_agent_that_another_thread_starts_is_protected_once_the_main_thread_u
     thread.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ensure_deferred()
-    done: list[str] = []
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        press_and_go_on(done)
-        wait_to_be_interrupted()
-    assert done == ["all of it"]
+    assert_is_deferred()
 
 
 def test_asyncio_installs_its_own_handler_of_ctrl_c_and_restores_pythons() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 
 from rpc.runtime.isolation import IsolatingThreadPool, isolate_tasks
 from rpc.runtime.loop import new_loop
+from rpc.runtime.stepwise import StepwiseCoroutine
 from tests.support.modes import DEFAULTS, USER, leave_everything, look
 
 needs_eager_tasks = pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.12 has eager tasks")
@@ -228,3 +229,11 @@ def coroutine_of(value: int) -> Coroutine[Any, Any, int]:
 
 def test_values_come_back(runner: asyncio.Runner) -> None:
     assert runner.run(coroutine_of(7)) == 7
+
+
+def test_the_end_of_a_coroutine_that_is_closed_is_a_step_as_well() -> None:
+    steps: list[Callable[..., Any]] = []
+    coroutine = StepwiseCoroutine(asyncio.sleep(0), lambda advance, *args: steps.append(advance))
+    coroutine.close()
+    assert len(steps) == 1
+    steps[0]()

@@ -16,9 +16,8 @@ import uvloop
 
 from rpc.agent.futures import Future
 from rpc.errors import BlockingCallError
-from rpc.runtime.blocking import wait_for
 from rpc.runtime.loop import LoopThread
-from tests.support.ctrl_c import CtrlC
+from tests.support.interrupting import interrupted
 from tests.support.streams import SOON, until
 
 
@@ -73,7 +72,7 @@ def test_what_takes_too_long_is_cancelled(thread: LoopThread) -> None:
     assert cancelled.wait(SOON)
 
 
-def test_ctrl_c_ends_the_waiting_and_cancels_what_was_waited_for(thread: LoopThread, ctrl_c: CtrlC) -> None:
+def test_ctrl_c_ends_the_waiting_and_cancels_what_was_waited_for(thread: LoopThread) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
     async def wait() -> None:
@@ -82,14 +81,7 @@ def test_ctrl_c_ends_the_waiting_and_cancels_what_was_waited_for(thread: LoopThr
         finally:
             cancelled.set()
 
-    def press() -> None:  # there is no agent, so nothing defers Ctrl-C before the wait begins
-        begun.wait()
-        ctrl_c.press_in(wait_for)
-
-    with ThreadPoolExecutor(1) as other_thread:
-        other_thread.submit(press)
-        with pytest.raises(KeyboardInterrupt):
-            thread.wait_for(wait())
+    interrupted(lambda: thread.wait_for(wait()), when=begun.is_set)
     assert cancelled.wait(SOON)
 
 

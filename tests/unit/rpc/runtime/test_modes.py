@@ -14,8 +14,6 @@ import torch
 from rpc.runtime.modes import SavedModes, copy_of_modes, modes_changed, reset_modes, with_default_modes
 from tests.support.modes import DEFAULTS, LEAVERS, look
 
-every_mode = pytest.mark.parametrize("leave", LEAVERS.values(), ids=LEAVERS)
-
 OF_CONTEXTS = ("user", "decimal", "numpy")
 
 
@@ -40,67 +38,27 @@ def test_a_new_thread_has_the_defaults() -> None:
     on_a_new_thread(body)
 
 
-@every_mode
-def test_modes_that_are_put_aside_come_back(leave: Callable[[], object]) -> None:
+@pytest.mark.parametrize("leave", LEAVERS.values(), ids=LEAVERS)
+def test_a_mode_is_put_aside_copied_and_reset_and_comes_back(leave: Callable[[], object]) -> None:
     def body() -> None:
         leave()
         left = modes()
         assert modes_changed()
         assert left != CLEAN
+        assert with_default_modes(lambda: (modes(), LEAVERS["all"]())[0]) == CLEAN
+        assert modes() == left, "the thread of a function keeps its own"
+        copied = copy_of_modes()
+        assert modes() == left
         saved = SavedModes()
         assert modes() == CLEAN
+        LEAVERS["all"]()
         saved.restore()
-        assert modes() == left
-
-    on_a_new_thread(body)
-
-
-@every_mode
-def test_a_thread_is_reset(leave: Callable[[], object]) -> None:
-    def body() -> None:
-        leave()
+        assert modes() == left, "they replace whatever is in force"
         reset_modes()
         assert modes() == CLEAN
         assert (torch.ones(2, requires_grad=True) * 2).requires_grad
-
-    on_a_new_thread(body)
-
-
-@every_mode
-def test_saved_modes_replace_whatever_is_in_force(leave: Callable[[], object]) -> None:
-    def body() -> None:
-        leave()
-        left = modes()
-        saved = SavedModes()
-        LEAVERS["all"]()
-        saved.restore()
-        assert modes() == left
-
-    on_a_new_thread(body)
-
-
-@every_mode
-def test_a_copy_is_for_another_time(leave: Callable[[], object]) -> None:
-    def body() -> None:
-        leave()
-        left = modes()
-        copied = copy_of_modes()
-        assert modes() == left
-        reset_modes()
         assert copied is not None
         copied.restore()
-        assert modes() == left
-
-    on_a_new_thread(body)
-
-
-@every_mode
-def test_a_function_has_the_defaults_and_its_thread_keeps_its_own(leave: Callable[[], object]) -> None:
-    def body() -> None:
-        leave()
-        left = modes()
-        seen = with_default_modes(lambda: (modes(), LEAVERS["all"]())[0])
-        assert seen == CLEAN
         assert modes() == left
 
     on_a_new_thread(body)
