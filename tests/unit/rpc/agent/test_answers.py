@@ -5,23 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rpc.agent.answer_sender import AnswerSender
-from rpc.agent.received_requests import ReceivedRequests, Request
+from rpc.agent.answers import Answers, Request
 from rpc.agent.tape import Tracing
 from rpc.errors import MessageLostError
 from rpc.runtime.events import Events
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
-from rpc.serialization.serializer import Serializer
 from rpc.wire.frames import Frame, Kind
 
 
-def answers(serializer: Any = None, **given: Any) -> AnswerSender:
+def answers(**given: Any) -> Answers:
     """Answers of an agent that has what is given, and nothing else that is asked for here."""
-    parts: dict[str, Any] = {"send": None, "run_soon": None}
-    unused: Any = None
-    requests = ReceivedRequests(serializer or Serializer(), Events(), unused, unused)
-    return AnswerSender(requests, unused, serializer, Tracing(), Events(), **(parts | given))
+    parts: dict[str, Any] = {"send": None, "run_soon": None, "serializer": None, "peers": None}
+    return Answers(tracing=Tracing(), events=Events(), **(parts | given))
 
 
 class Codec:
