@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, KeysView, Sequence
 from concurrent.futures import CancelledError
 from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, is_grad_enabled
 
@@ -44,7 +44,10 @@ from rpc.wire.frames import Frame, Kind
 
 __all__ = ["CANCEL", "CallTable", "PendingCall", "name_of"]
 
-C = TypeVar("C", bound="PendingCall")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    C = TypeVar("C", bound="PendingCall", default="PendingCall")
 
 CANCEL: Final = "cancel"
 """Topic of control messages with the id of a call that its caller cancels."""
@@ -293,40 +296,16 @@ class CallTable:
         """
         return len(self._pending) + len(self._given_up)
 
-    @overload
     def open(
         self,
         peer: Peer,
         what: object,
         timeout: float,
-        *,
+        kind: type[C] = PendingCall,  # type: ignore[assignment]  # the default of the type variable
         header: dict[str, Any] | None = None,
         how: str = "async",
         coalesce: bool = False,
-    ) -> PendingCall: ...
-
-    @overload
-    def open(
-        self,
-        peer: Peer,
-        what: object,
-        timeout: float,
-        kind: type[C],
-        header: dict[str, Any] | None = None,
-        how: str = "async",
-        coalesce: bool = False,
-    ) -> C: ...
-
-    def open(
-        self,
-        peer: Peer,
-        what: object,
-        timeout: float,
-        kind: type[PendingCall] = PendingCall,
-        header: dict[str, Any] | None = None,
-        how: str = "async",
-        coalesce: bool = False,
-    ) -> PendingCall:
+    ) -> C:
         """Enter a call of a kind, so that its reply will be found.
 
         Args:

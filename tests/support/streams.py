@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rpc.runtime.loop import LoopThread
-from rpc.transport.base import Connection, SilentOwner, TransportContext
+from rpc.transport.base import Connection, ConnectionOwner, TransportContext
 from rpc.transport.byte_stream import SocketStream
 from rpc.transport.stream import StreamConnection
 from rpc.wire.decoder import Decoder
@@ -29,7 +29,7 @@ Sockets = Callable[..., tuple[socket.socket, socket.socket]]
 """What the fixture ``sockets`` gives: ``sockets(family, buffer_bytes)`` makes two connected ones."""
 
 
-class Recorder(SilentOwner):
+class Recorder(ConnectionOwner):
     """An owner that keeps the frames and the reason of the end, and lets other threads wait for them."""
 
     def __init__(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from rpc.group import heartbeat
 from rpc.group.heartbeat import Heartbeat
 from rpc.group.own_time import Neighbours
 from rpc.group.peer import Peer
@@ -32,19 +32,29 @@ class Recorder(DirectConnection):
         self.sent.append(decode_one(frame))
 
 
+class FoundLate(Neighbours):
+    """Finds a worker's process at the third look."""
+
+    looks = 0
+
+    def find(self, peer: Peer) -> None:
+        self.looks += 1
+        if self.looks == 3:
+            peer.link.process = 4711
+
+
 class Watched:
     """A heartbeat, and one worker with a connection."""
 
     def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        lost_after: float,
-        process: int | None = None,
-        neighbours: Neighbours | None = None,
+        self, lost_after: float, signs: Callable[[], ProcessSigns] | None = None, *, is_found: bool = True
     ) -> None:
+        """Args: ``signs`` returns the state of the worker's process, if it has one; unless ``is_found``, that
+        is found at the third look only: the search is made now and then.
+        """
         self.clock = Clockwork()
         self.peer, self.connection = peer(), Recorder()
-        self.peer.link.accept(0.0, process)
+        self.peer.link.accept(0.0, 4711 if signs is not None and is_found else None)
         self.peer.established(self.connection)
         self.lost: list[str] = []
         loop: Any = self.clock
@@ -55,7 +65,8 @@ class Watched:
             lambda *_: None,
             lambda _: None,
             lost_after,
-            neighbours=neighbours,
+            self.clock.time,
+            FoundLate(look=lambda _: signs() if signs else None),
         )
         self.heartbeat.begin()
 
@@ -68,19 +79,15 @@ class Watched:
 
 
 @pytest.mark.parametrize("lost_after", [0.0, 30.0, 1e9])
-def test_what_has_come_is_acknowledged_within_seconds(
-    monkeypatch: pytest.MonkeyPatch, lost_after: float
-) -> None:
-    watched = Watched(monkeypatch, lost_after)
+def test_what_has_come_is_acknowledged_within_seconds(lost_after: float) -> None:
+    watched = Watched(lost_after)
     watched.peer.session.take_in()
     watched.clock.advance(2.6)
     assert [sign.call_id for sign in watched.signs()] == [1]
 
 
-def test_who_lives_and_acknowledges_nothing_is_lost_when_too_much_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watched = Watched(monkeypatch, 30.0)
+def test_who_lives_and_acknowledges_nothing_is_lost_when_too_much_is_kept() -> None:
+    watched = Watched(30.0)
     while not watched.peer.session.is_full():
         watched.peer.session.note(MESSAGE)
     for _ in range(29):
@@ -96,12 +103,11 @@ def test_who_lives_and_acknowledges_nothing_is_lost_when_too_much_is_kept(
 
 @pytest.mark.parametrize("says", ["nothing", "something"])
 def test_a_worker_that_computes_and_says_nothing_is_not_lost_for_what_it_does_not_acknowledge(
-    monkeypatch: pytest.MonkeyPatch, says: str
+    says: str,
 ) -> None:
     """As where a function holds the interpreter for long; but one that speaks could acknowledge."""
     ticks = itertools.count()
-    watched = Watched(monkeypatch, 30.0, process=4711)
-    monkeypatch.setattr(heartbeat, "process_signs", lambda _: ProcessSigns(False, False, next(ticks), 1))
+    watched = Watched(30.0, lambda: ProcessSigns(False, False, next(ticks), 1))
     while not watched.peer.session.is_full():
         watched.peer.session.note(MESSAGE)
     for _ in range(100):
@@ -111,34 +117,17 @@ def test_a_worker_that_computes_and_says_nothing_is_not_lost_for_what_it_does_no
     assert bool(watched.lost) is (says == "something")
 
 
-def test_a_worker_that_sleeps_is_lost_for_what_it_does_not_acknowledge(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watched = Watched(monkeypatch, 30.0, process=4711)
-    monkeypatch.setattr(heartbeat, "process_signs", lambda _: ProcessSigns(False, False, 5, 1))
+def test_a_worker_that_sleeps_is_lost_for_what_it_does_not_acknowledge() -> None:
+    watched = Watched(30.0, lambda: ProcessSigns(False, False, 5, 1))
     while not watched.peer.session.is_full():
         watched.peer.session.note(MESSAGE)
     watched.clock.advance(60.0)
     assert len(watched.lost) == 1
 
 
-class FoundLate(Neighbours):
-    """Finds a worker's process at the third look: the search is made now and then only."""
-
-    looks = 0
-
-    def find(self, peer: Peer) -> None:
-        self.looks += 1
-        if self.looks == 3:
-            peer.link.process = 4711
-
-
 @pytest.mark.parametrize("waits_for_core", [True, False])
-def test_before_a_silent_worker_is_lost_its_process_is_looked_for(
-    monkeypatch: pytest.MonkeyPatch, waits_for_core: bool
-) -> None:
-    watched = Watched(monkeypatch, 30.0, neighbours=FoundLate())
-    monkeypatch.setattr(heartbeat, "process_signs", lambda _: ProcessSigns(False, waits_for_core, 5, 1))
+def test_before_a_silent_worker_is_lost_its_process_is_looked_for(waits_for_core: bool) -> None:
+    watched = Watched(30.0, lambda: ProcessSigns(False, waits_for_core, 5, 1), is_found=False)
     watched.peer.session.note(MESSAGE)
     watched.clock.advance(45.0)
     assert not watched.lost
@@ -146,8 +135,8 @@ def test_before_a_silent_worker_is_lost_its_process_is_looked_for(
     assert bool(watched.lost) is not waits_for_core
 
 
-def test_who_acknowledges_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch, 30.0)
+def test_who_acknowledges_late_is_not_lost() -> None:
+    watched = Watched(30.0)
     session = watched.peer.session
     for _ in range(20):
         while not session.is_full():
@@ -158,8 +147,8 @@ def test_who_acknowledges_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> N
     assert watched.lost == []
 
 
-def test_what_does_not_wait_has_a_bound_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch, 0.0)
+def test_what_does_not_wait_has_a_bound_too() -> None:
+    watched = Watched(0.0)
     while watched.peer.session.kept <= 4 * MAX_UNACKNOWLEDGED:
         watched.peer.session.note(MESSAGE)
     watched.clock.advance(2.6)

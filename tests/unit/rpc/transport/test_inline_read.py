@@ -31,8 +31,6 @@ from tests.support.streams import (
     until,
 )
 
-pytestmark = pytest.mark.skipif(not inline_read.AVAILABLE, reason="only the loop reads here")
-
 
 @pytest.fixture
 def end(loop: LoopThread, sockets: Sockets) -> Iterator[End]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rpc.runtime.loop import LoopThread
-from rpc.transport import byte_stream
 from rpc.transport.base import ConnectionClosed
 from rpc.transport.stream import StreamConnection
 from rpc.wire.frames import PREAMBLE, encode
@@ -46,11 +45,9 @@ def in_threads(*functions: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("gil", ["kept", "released"])
 def test_frames_of_several_threads_never_interleave_and_each_threads_stay_in_order(
-    loop: LoopThread, sockets: Sockets, family: str, gil: str, monkeypatch: pytest.MonkeyPatch
+    loop: LoopThread, sockets: Sockets, family: str
 ) -> None:
-    monkeypatch.setattr(byte_stream, "AVAILABLE", gil == "kept")
     pair = Pair(loop, sockets(family, TINY_BUFFER))
     sizes = [0, 10, 3000, 70_000, 5, 200_000, 1, 65_000, 66_000]  # several times the socket's buffer
 
@@ -141,12 +138,8 @@ def test_an_end_in_the_middle_of_a_large_frame_is_told(loop: LoopThread, sockets
     assert owner.frames == []
 
 
-@pytest.mark.parametrize("gil", ["kept", "released"])
 @pytest.mark.parametrize("data", [b"", PREAMBLE + frame_bytes({"last": 1})], ids=["nothing", "data"])
-def test_a_reset_is_told_as_one(
-    loop: LoopThread, sockets: Sockets, data: bytes, gil: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(byte_stream, "AVAILABLE", gil == "kept")
+def test_a_reset_is_told_as_one(loop: LoopThread, sockets: Sockets, data: bytes) -> None:
     here, there = sockets("tcp")
     owner = Recorder()
     open_connection(loop, here, owner, over_network=True)
