@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, KeysView, Sequence
 from concurrent.futures import CancelledError
 from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeVar, overload
 
 from torch import Tensor, is_grad_enabled
 
@@ -44,10 +44,7 @@ from rpc.wire.frames import Frame, Kind
 
 __all__ = ["CANCEL", "CallTable", "PendingCall", "name_of"]
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar
-
-    C = TypeVar("C", bound="PendingCall", default="PendingCall")
+C = TypeVar("C", bound="PendingCall")
 
 CANCEL: Final = "cancel"
 """Topic of control messages with the id of a call that its caller cancels."""
@@ -157,10 +154,6 @@ class PendingCall:
     def lost_error(self) -> WorkerLostError:
         """Return the error of this call when its callee is gone."""
         return self.peer.lost_error(f"{self.asked} was not answered")
-
-    def cancelled_error(self) -> CancelledError:
-        """Return the error of this call when its caller has cancelled it."""
-        return CancelledError(f"{self.asked} on worker '{self.peer.name}' was cancelled by its caller")
 
     def expired(self) -> bool:
         """Settle the call because its timeout has expired; returns the result of ``settle``."""
@@ -296,16 +289,40 @@ class CallTable:
         """
         return len(self._pending) + len(self._given_up)
 
+    @overload
     def open(
         self,
         peer: Peer,
         what: object,
         timeout: float,
-        kind: type[C] = PendingCall,  # type: ignore[assignment]  # the default of the type variable
+        *,
         header: dict[str, Any] | None = None,
         how: str = "async",
         coalesce: bool = False,
-    ) -> C:
+    ) -> PendingCall: ...
+
+    @overload
+    def open(
+        self,
+        peer: Peer,
+        what: object,
+        timeout: float,
+        kind: type[C],
+        header: dict[str, Any] | None = None,
+        how: str = "async",
+        coalesce: bool = False,
+    ) -> C: ...
+
+    def open(
+        self,
+        peer: Peer,
+        what: object,
+        timeout: float,
+        kind: type[PendingCall] = PendingCall,
+        header: dict[str, Any] | None = None,
+        how: str = "async",
+        coalesce: bool = False,
+    ) -> PendingCall:
         """Enter a call of a kind, so that its reply will be found.
 
         Args:
@@ -423,7 +440,8 @@ class CallTable:
         if call.keeps_place or not self.give_up(call):
             return False
         self._post(call.peer, CANCEL, call.call_id)
-        call.settle(call.cancelled_error())
+        cancelled = f"{call.asked} on worker '{call.peer.name}' was cancelled by its caller"
+        call.settle(CancelledError(cancelled))
         self._activity.ended()
         return True
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rpc.agent.answers import Request
+from rpc.agent.answers import Answers, Request
 from rpc.agent.received_requests import LATER, ReceivedRequests
 from rpc.agent.tape import Tracing
-from rpc.errors import NotInitializedError
+from rpc.errors import MessageLostError, NotInitializedError
 from rpc.runtime.events import Events
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
@@ -48,20 +48,6 @@ def test_after_stop_no_coroutine_begins() -> None:
     with pytest.raises(NotInitializedError, match="shutting down"):
         callee.start(function, (), {}, Request(None, None), answer)  # type: ignore[arg-type]
     assert activity.postponed.value == 0
-
-
-class Codec:
-    def load_call(self, header: Any, buffers: Any, arrivals: Any, peer: Any, *, connect: Any) -> Any:
-        return id, (arrivals["rref"][0],), {}
-
-
-def test_a_request_that_has_been_read_keeps_no_reference_alive() -> None:
-    callee = make(serializer=SimpleNamespace(codecs={0: Codec()}))
-    reference = object()
-    peer: Any = SimpleNamespace(name="worker1")
-    request = Request(peer, Frame(Kind.CALL, 1, {}, [b""], 0), {"rref": [reference]})
-    assert callee.load(request)[1] == (reference,)
-    assert request.arrivals is None
 
 
 def test_a_request_that_cannot_begin_raises_its_error() -> None:
@@ -184,3 +170,48 @@ def test_a_cancelled_request_does_not_wait_for_objects_and_is_counted_no_more(be
         assert (waiting.ran, waiting.activity.postponed.value) == ([waiting.request], 0)
         assert waiting.request.cancelled
         waiting.confirm()
+
+
+# ---- answers
+
+
+def answers(**given: Any) -> Answers:
+    """Answers of an agent that has what is given, and nothing else that is asked for here."""
+    parts: dict[str, Any] = {"send": None, "run_soon": None, "serializer": None, "peers": None}
+    return Answers(tracing=Tracing(), events=Events(), **(parts | given))
+
+
+class Codec:
+    """Writes nothing else."""
+
+    def dumps(self, value: str, *_: Any, **__: Any) -> Payload:
+        return Payload({}, [value.encode()], 7)
+
+
+def test_an_answer_that_comes_later_is_in_the_codec_of_its_request() -> None:
+    sent: list[tuple[int, int, list[bytes], int]] = []
+
+    def send(_: object, kind: int, call_id: int, payload: Payload, **__: object) -> None:
+        sent.append((kind, call_id, payload.buffers, payload.codec))
+
+    serializer = SimpleNamespace(codecs={7: Codec()}, adopt=None)
+    peer: Any = SimpleNamespace(name="caller", lost=None)
+    request = Request(peer, Frame(Kind.CALL, 5, {}, [b"asked"], codec=7))
+    later = answers(serializer=serializer, send=send).replier(request)
+    later("value", None)
+    assert sent == [(Kind.REPLY, 5, [b"value"], 7)]
+
+
+def test_that_an_answer_was_lost_is_said_by_a_thread_that_may_wait() -> None:
+    """The thread that hears of the loss reads, and acknowledgements make the room for which it would wait."""
+    tasks: list[Task] = []
+    failed: list[tuple[object, int, BaseException]] = []
+    callee = answers(run_soon=tasks.extend)
+    callee.fail = lambda *answer: failed.append(answer)  # type: ignore[method-assign]
+    peer: Any = SimpleNamespace(name="worker1")
+    callee.answer_lost(peer, 7, "it broke")
+    assert not failed
+    [(function, argument)] = tasks
+    function(argument)
+    [(to, call_id, error)] = failed
+    assert (to, call_id, type(error)) == (peer, 7, MessageLostError)

@@ -13,11 +13,11 @@ import pytest
 
 from rpc.agent import dispatcher
 from rpc.agent.calls import PendingCall
-from rpc.errors import RpcTimeoutError, WorkerLostError
+from rpc.errors import WorkerLostError
 from rpc.runtime.loop import LoopThread
 from rpc.transport import inline_read
 from rpc.transport.base import ConnectionClosed
-from rpc.wire.frames import PREAMBLE, Kind, encode
+from rpc.wire.frames import PREAMBLE, Kind
 from tests.support.inline_end import ANYWHERE, ON_LOOP, End, frame
 from tests.support.stepping import Step
 from tests.support.streams import (
@@ -48,17 +48,6 @@ def test_a_waiting_thread_reads_its_reply_itself(end: End) -> None:
     assert call.result() == b"mine"
     assert end.frames == []
     end.loop_reads()
-
-
-@pytest.mark.parametrize(
-    "reply", [encode(Kind.REPLY, 1, {}, [])[0], encode(Kind.FAILURE, 1, {"a": 1}, [b"p", b"elements"])[0]]
-)
-def test_a_reply_may_have_a_header_and_several_buffers_or_none(end: End, reply: list[bytes]) -> None:
-    call = end.reserved()
-    end.there.sendall(b"".join(reply))
-    call.wait()
-    assert end.frames == []
-    assert call.outcome == (*call.outcome[:3], [bytes(each) for each in call.outcome[3]], 0)  # type: ignore[index]
 
 
 def test_what_any_thread_may_take_in_is_taken_in_on_the_way(end: End) -> None:
@@ -139,23 +128,6 @@ def test_one_thread_reads_and_others_sleep_until_it_has_read_their_replies(end: 
         end.there.sendall(b"".join(frame(Kind.REPLY, call.call_id) for call in [*calls, first]))
         first.wait()
         assert [each.result(SOON) for each in waiting] == [b"payload"] * 3
-    end.loop_reads()
-
-
-def test_the_deadline_ends_the_wait(end: End) -> None:
-    end.ready()
-    with pytest.raises(RpcTimeoutError):
-        end.call(timeout=0.01).result()
-    end.loop_reads()
-
-
-def test_who_ends_the_call_otherwise_wakes_the_thread(end: End) -> None:
-    with ThreadPoolExecutor(1) as other:
-        call = end.call()
-        waiting = other.submit(call.wait)
-        until(end.reader.is_read_by_thread)
-        call.settle(ValueError("ended"))
-        waiting.result(SOON)
     end.loop_reads()
 
 
@@ -409,15 +381,6 @@ def test_a_thread_that_reads_is_woken_by_the_end_and_the_descriptor_goes_when_it
     until(lambda: end.here.fileno() == -1)
 
 
-def test_what_came_before_the_end_is_taken_in(end: End) -> None:
-    call = end.reserved()
-    end.there.sendall(frame(ON_LOOP, 1) + frame(Kind.REPLY, call.call_id, b"mine"))
-    end.there.close()
-    assert call.result() == b"mine"
-    assert end.reason() == "the connection was closed by the other side"
-    assert end.taken == [1]
-
-
 def test_a_thread_that_has_claimed_a_connection_which_is_lost_before_it_waits_lets_go_of_it(end: End) -> None:
     call = end.reserved()
     end.loop.call(end.connection.close, "lost")
@@ -457,18 +420,6 @@ def test_a_reset_that_comes_while_a_thread_reads_is_told_as_one(
         assert end.reason() == "the connection broke: Connection reset by peer"
         waiting.result(SOON)
     assert end.taken == ([1] if data else [])
-
-
-@pytest.mark.parametrize("family", ["unix", "tcp"])
-def test_data_followed_by_a_reset_is_noticed(loop: LoopThread, sockets: Sockets, family: str) -> None:
-    for _ in range(10):
-        here, there = sockets(family)
-        owner = Recorder()
-        connection = open_connection(loop, here, owner)
-        send(connection, {}, b"never read, so that the end is a reset")
-        there.sendall(PREAMBLE + frame(Kind.CALL, 1))
-        there.close()
-        assert owner.reason()
 
 
 def test_without_descriptors_left_the_loop_reads_and_it_is_not_tried_for_every_call(

@@ -77,10 +77,6 @@ def has_ipv6() -> bool:
     return True
 
 
-def test_unix_sockets_are_preferred_to_tcp(loop: LoopThread) -> None:
-    assert list(transports(TransportContext(loop.loop, 1))) == ["unix", "tcp"]
-
-
 @pytest.mark.parametrize(
     ("scheme", "host", "address"),
     [
@@ -119,10 +115,6 @@ def test_where_nobody_listens_any_more_connecting_fails(
     there.close()
     with pytest.raises(ConnectionRefusedError):
         connect(loop, there.listener.address)
-
-
-def test_every_listener_has_a_unix_address_of_its_own(place: Callable[..., Place]) -> None:
-    assert len({place("unix").listener.address for _ in range(5)}) == 5
 
 
 def test_a_tcp_port_can_be_named_and_taken_again_at_once(
@@ -164,24 +156,6 @@ def test_processes_of_other_users_are_turned_away_on_both_sides(
     assert owner.reason()
     assert there.connections == []
     assert f"turned away a process of user {me} on unix:@farcall-" in caplog.text
-
-
-def test_a_process_of_another_user_cannot_fill_the_log(
-    loop: LoopThread,
-    place: Callable[..., Place],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    there = place("unix")
-    somebody = os.geteuid() + 1
-    monkeypatch.setattr("rpc.transport.unix.os.geteuid", lambda: somebody)
-    where = b"\0" + there.listener.address.removeprefix("unix:@").encode()
-    for _ in range(40):
-        with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.settimeout(SOON)
-            stranger.connect(where)
-            assert stranger.recv(1) == b""
-    assert 20 <= caplog.text.count("turned away") < 40
 
 
 def test_who_finds_the_queue_of_a_unix_listener_full_waits_until_it_is_accepted(loop: LoopThread) -> None:
@@ -296,11 +270,3 @@ def test_an_attempt_that_succeeds_too_late_is_closed(
     for _ in range(10):
         connection = connect(loop, "tcp:somewhere:1")
         loop.call(connection.close, "end of the test")
-
-
-def test_without_any_answer_the_first_address_says_why(
-    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolve_to(monkeypatch, closed_port(), closed_port())
-    with pytest.raises(ConnectionRefusedError):
-        connect(loop, "tcp:somewhere:1")
