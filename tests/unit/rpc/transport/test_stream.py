@@ -155,3 +155,23 @@ def test_close_with_flush_gives_up_when_the_peer_is_gone(loop: LoopThread, socke
     loop.call(lambda: connection.close("done", flush=True))
     there.close()
     assert owner.reason()
+
+
+def test_within_a_host_who_closes_without_having_read_everything_has_closed(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    here, there = sockets("unix")
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    send(connection, {}, b"never read")
+    there.close()
+    assert owner.reason() == "the connection was closed by the other side"
+
+
+def test_closing_twice_is_told_once(loop: LoopThread, sockets: Sockets) -> None:
+    here, _ = sockets()
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    loop.call(connection.close, "first")
+    loop.call(connection.close, "second")
+    assert owner.reason() == "first"
