@@ -294,3 +294,13 @@ def test_who_leaves_and_comes_back_under_its_name_may_be_heard_before_its_goodby
     before.leave()
     node.wait_until(lambda: ("worker", 2) in node.received)
     assert again.gone == []
+
+
+def test_leaving_waits_for_nobody_for_ever(make_node: MakeNode) -> None:
+    left, right = pair(make_node)
+    left.connections.farewell_seconds = 0.05
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    with stuck(right):
+        left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
+        left.leave()

@@ -228,3 +228,10 @@ def test_messages_that_could_not_be_handled_are_left_in_their_frame_and_only_the
     clockwork.advance(ACK_SECONDS)
     here.receive(there)
     assert here.control.unacknowledged() == 0
+
+
+def test_texts_need_not_be_valid_unicode(clockwork: Clockwork, here: Worker, there: Worker) -> None:
+    here.control.post(there.seen_as, "news", "lone \udcff surrogate")
+    clockwork.advance(0)
+    there.receive(here)
+    assert there.heard == [("here", "lone \udcff surrogate")]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import msgpack
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,6 +168,23 @@ def over_the_wire(header: dict[str, Any]) -> Any:
     return msgpack.unpackb(msgpack.packb(header))
 
 
+def test_device_maps_arrive_as_they_were_said() -> None:
+    maps = (("worker1", (("cuda:0", "cuda:1"), ("cpu", "cpu"))),)
+    mapped = replace(OTHER, device_maps=maps, devices=("cuda", 2, ("cuda:0",)))
+    arrived = Hello.parse(over_the_wire(Hello(mapped, 1, "job/1").header())).member
+    assert arrived == mapped
+    cuda = [torch.device("cuda", number) for number in range(2)]
+    cpu = torch.device("cpu")
+    assert (arrived.maps_for("worker1"), arrived.maps_for("worker2")) == ({cuda[0]: cuda[1], cpu: cpu}, {})
+
+
+def test_a_device_that_pytorch_does_not_know_here_is_named_with_its_map() -> None:
+    said = Hello(replace(OTHER, device_maps=(("worker1", (("npu:0", "cpu"),)),)), 1, "job/1").header()
+    text = r"of worker 'other' for 'worker1' names the device 'npu:0'.*import"
+    with pytest.raises(ProtocolError, match=text):
+        Hello.parse(over_the_wire(said))
+
+
 @PROFILE
 @given(members, st.integers(0, 2**63 - 1), st.text(max_size=20))
 def test_a_hello_arrives_as_it_was_said(who: Member, wanted: int, group: str) -> None:
@@ -195,6 +214,15 @@ FIELDS = ME.to_wire()
             for index, wrong in enumerate([1, "1", "1", 1, [1], 1])
         ),
         {"member": [*FIELDS[:4], 7, FIELDS[5]], "wanted": 1, "group": "g"},
+        *(
+            {"member": [*FIELDS, *devices], "wanted": 1, "group": "g"}
+            for devices in (
+                [[], "cuda"],
+                [[], ["cuda", "two", []]],
+                [[["a", [["no device", "cpu"]]]], None],
+                [1, 2, 3],
+            )
+        ),
     ],
 )
 def test_a_malformed_hello_is_refused(header: dict[str, Any]) -> None:
@@ -279,3 +307,8 @@ def test_a_worker_that_is_led_to_prove_itself_to_itself_does_not_let_itself_in()
 def test_without_a_token_records_are_as_they_are() -> None:
     assert Seal().close("name", b"value") == b"value"
     assert Seal().open("name", b"value") == b"value"
+
+
+@pytest.mark.parametrize("proof", [{}, {"mac": b""}, {"nonce": b"", "mac": ""}, {"nonce": 1, "mac": b"x"}])
+def test_a_malformed_proof_is_a_wrong_one(proof: dict[str, Any]) -> None:
+    assert not TOKEN.verify(Role.DIALLER, b"said", proof)

@@ -62,3 +62,9 @@ def test_a_successor_is_not_forgotten_with_who_had_its_name() -> None:
     group.join(successor)
     group.forget(FIRST.incarnation)
     assert group.resolve("first") == group.resolve(1) == successor
+
+
+def test_joining_twice_is_noticed() -> None:
+    group = view(FIRST)
+    assert not group.join(FIRST)
+    assert group.present() == [ME, FIRST]

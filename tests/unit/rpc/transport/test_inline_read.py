@@ -233,6 +233,10 @@ def test_a_signal_handler_may_make_a_call_before_any_instruction_and_each_frame_
 # ---- idle threads
 
 
+Idle = Callable[[], Callable[[float], int | None]]
+"""Has an idle thread wait; returns a function that waits for the call that this thread is to run."""
+
+
 @pytest.fixture
 def idle(end: End) -> Iterator[Callable[[], int | None]]:
     """Waits on another thread that has nothing else to do; gives the next call that it is to run."""
@@ -246,9 +250,7 @@ def idle(end: End) -> Iterator[Callable[[], int | None]]:
         yield wait  # type: ignore[misc]
 
 
-def test_an_idle_thread_gets_the_first_request_and_others_the_rest(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_gets_the_first_request_and_others_the_rest(end: End, idle: Idle) -> None:
     result = idle()
     end.there.sendall(frame(Kind.CALL, 3) + frame(Kind.CALL, 4))
     assert result(SOON) == 3
@@ -257,9 +259,7 @@ def test_an_idle_thread_gets_the_first_request_and_others_the_rest(
     end.loop_reads()
 
 
-def test_an_idle_thread_waits_on_when_there_was_nothing_to_do(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_waits_on_when_there_was_nothing_to_do(end: End, idle: Idle) -> None:
     result = idle()
     end.meanwhile = lambda: end.there.sendall(frame(Kind.CALL, 3))
     end.there.sendall(frame(ANYWHERE, 1))
@@ -267,9 +267,7 @@ def test_an_idle_thread_waits_on_when_there_was_nothing_to_do(
     end.loop_reads()
 
 
-def test_an_idle_thread_reads_an_expected_frame_before_it_runs_a_task(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_reads_an_expected_frame_before_it_runs_a_task(end: End, idle: Idle) -> None:
     def next_frame_comes() -> None:
         end.reader.expected = True
         end.there.sendall(frame(ANYWHERE, 1))
@@ -282,9 +280,7 @@ def test_an_idle_thread_reads_an_expected_frame_before_it_runs_a_task(
     end.loop_reads()
 
 
-def test_an_idle_thread_that_expects_a_frame_leaves_to_the_loop_what_needs_it(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_that_expects_a_frame_leaves_to_the_loop_what_needs_it(end: End, idle: Idle) -> None:
     def next_frame_comes() -> None:
         end.reader.expected = True
         end.there.sendall(frame(ANYWHERE, 3))
@@ -297,9 +293,7 @@ def test_an_idle_thread_that_expects_a_frame_leaves_to_the_loop_what_needs_it(
     end.loop_reads()
 
 
-def test_an_idle_thread_leaves_to_the_loop_what_needs_it(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_leaves_to_the_loop_what_needs_it(end: End, idle: Idle) -> None:
     result = idle()
     end.there.sendall(frame(ON_LOOP, 1) + frame(Kind.CALL, 3))
     assert result(SOON) is None
@@ -325,9 +319,7 @@ def test_what_an_idle_thread_leaves_to_the_loop_stays_when_it_wants_to_wait_agai
     end.loop_reads()
 
 
-def test_an_idle_thread_gives_way_to_who_waits_for_a_reply(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_gives_way_to_who_waits_for_a_reply(end: End, idle: Idle) -> None:
     result = idle()
     call = end.call()
     threading.Timer(0.01, end.there.sendall, [frame(Kind.REPLY, call.call_id)]).start()
@@ -338,9 +330,7 @@ def test_an_idle_thread_gives_way_to_who_waits_for_a_reply(
     end.loop_reads()
 
 
-def test_an_idle_thread_is_called_back_or_waits_for_a_while_only(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_is_called_back_or_waits_for_a_while_only(end: End, idle: Idle) -> None:
     result = idle()
     end.reader.wake()
     assert result(SOON) is None

@@ -41,8 +41,11 @@ class Place:
             self._loop.call(connection.close, "end of the test")
 
 
+MakePlace = Callable[..., Place]
+
+
 @pytest.fixture
-def place(loop: LoopThread) -> Iterator[Callable[..., Place]]:
+def place(loop: LoopThread) -> Iterator[MakePlace]:
     """Makes places, which are closed after the test."""
     made: list[Place] = []
 
@@ -89,7 +92,7 @@ def has_ipv6() -> bool:
     ],
 )
 def test_frames_go_both_ways_between_who_listens_and_who_connects(
-    loop: LoopThread, place: Callable[..., Place], scheme: str, host: str, address: str
+    loop: LoopThread, place: MakePlace, scheme: str, host: str, address: str
 ) -> None:
     there = place(scheme, host)
     assert there.listener.address.startswith(address)
@@ -108,7 +111,7 @@ def test_frames_go_both_ways_between_who_listens_and_who_connects(
 
 @pytest.mark.parametrize("scheme", ["unix", "tcp"])
 def test_where_nobody_listens_any_more_connecting_fails(
-    loop: LoopThread, place: Callable[..., Place], scheme: str
+    loop: LoopThread, place: MakePlace, scheme: str
 ) -> None:
     there = place(scheme)
     there.close()
@@ -117,9 +120,7 @@ def test_where_nobody_listens_any_more_connecting_fails(
         connect(loop, there.listener.address)
 
 
-def test_a_tcp_port_can_be_named_and_taken_again_at_once(
-    loop: LoopThread, place: Callable[..., Place]
-) -> None:
+def test_a_tcp_port_can_be_named_and_taken_again_at_once(loop: LoopThread, place: MakePlace) -> None:
     somewhere = place("tcp")
     port = int(somewhere.listener.address.rpartition(":")[2])
     somewhere.close()
@@ -138,7 +139,7 @@ def test_a_tcp_port_can_be_named_and_taken_again_at_once(
 @pytest.mark.parametrize("who", ["listener", "connector"])
 def test_processes_of_other_users_are_turned_away_on_both_sides(
     loop: LoopThread,
-    place: Callable[..., Place],
+    place: MakePlace,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     who: str,
@@ -187,7 +188,7 @@ def test_who_finds_the_queue_of_a_unix_listener_full_waits_until_it_is_accepted(
 
 
 def test_a_connection_that_breaks_while_it_is_accepted_is_dropped(
-    loop: LoopThread, place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+    loop: LoopThread, place: MakePlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = place("tcp")
     failures = iter([OSError(errno.EINVAL, "Invalid argument")])
@@ -239,7 +240,7 @@ def port_of(place: Place) -> int:
 
 
 def test_an_address_that_refuses_is_passed_over(
-    loop: LoopThread, place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+    loop: LoopThread, place: MakePlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = place("tcp")
     resolve_to(monkeypatch, closed_port(), port_of(there))
@@ -249,7 +250,7 @@ def test_an_address_that_refuses_is_passed_over(
 
 
 def test_an_address_that_does_not_answer_is_passed_over(
-    loop: LoopThread, place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+    loop: LoopThread, place: MakePlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = place("tcp")
     listener, callers = silent_address()
@@ -262,7 +263,7 @@ def test_an_address_that_does_not_answer_is_passed_over(
 
 
 def test_an_attempt_that_succeeds_too_late_is_closed(
-    loop: LoopThread, place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+    loop: LoopThread, place: MakePlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = place("tcp")
     monkeypatch.setattr(tcp, "_NEXT_ADDRESS_SECONDS", 0.0)

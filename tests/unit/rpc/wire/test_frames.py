@@ -237,3 +237,10 @@ def test_a_frame_that_finds_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mmap, "mmap", out_of_memory)
     with pytest.raises(ProtocolError, match="there is no memory for a frame of 4194304 bytes"):
         feed(greeted(), prefix(4 << 20, segments=1))
+
+
+@pytest.mark.parametrize("count", [2, 3, 1000, 20_000])
+def test_a_frame_may_have_many_segments(count: int) -> None:
+    segments = [bytes([index % 256]) * (index % 7) for index in range(count)]
+    message: Message = (5, 7, {"tensors": count}, segments)
+    assert as_messages(feed(Decoder(LIMIT), stream_of([message]))) == [message]
