@@ -407,3 +407,23 @@ def test_a_sign_that_was_begun_to_be_written_is_not_changed(room: int) -> None:
     here.give_room()
     said = [frame.call_id for frame in here.arrived() if frame.kind == Kind.ALIVE]
     assert said in ([1, 2], [2])
+
+
+def test_who_waits_for_acknowledgements_is_told_when_it_is_closed() -> None:
+    here, errors = Queue(), list[BaseException]()
+    here.queue.carry(full_session())
+    here.send(1)
+
+    def send() -> None:
+        try:
+            here.send(2)
+        except ConnectionClosed as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=send)
+    waiting.start()
+    until(lambda: "waits" in here.told)
+    with here.queue.lock:
+        here.queue.close()
+    waiting.join(SOON)
+    assert len(errors) == 1
