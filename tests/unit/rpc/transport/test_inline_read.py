@@ -13,7 +13,7 @@ import pytest
 
 from rpc.agent import dispatcher
 from rpc.agent.calls import PendingCall
-from rpc.errors import WorkerLostError
+from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.runtime.loop import LoopThread
 from rpc.transport import inline_read
 from rpc.transport.base import ConnectionClosed
@@ -433,3 +433,10 @@ def test_without_descriptors_left_the_loop_reads_and_it_is_not_tried_for_every_c
     until(lambda: connection.reader and connection.reader.claim())
     connection.reader.leave()
     loop.call(connection.close, "end of the test")
+
+
+def test_the_deadline_ends_the_wait(end: End) -> None:
+    end.ready()
+    with pytest.raises(RpcTimeoutError):
+        end.call(timeout=0.01).result()
+    end.loop_reads()
