@@ -440,3 +440,13 @@ def test_the_deadline_ends_the_wait(end: End) -> None:
     with pytest.raises(RpcTimeoutError):
         end.call(timeout=0.01).result()
     end.loop_reads()
+
+
+def test_who_ends_the_call_otherwise_wakes_the_thread(end: End) -> None:
+    with ThreadPoolExecutor(1) as other:
+        call = end.call()
+        waiting = other.submit(call.wait)
+        until(end.reader.is_read_by_thread)
+        call.settle(ValueError("ended"))
+        waiting.result(SOON)
+    end.loop_reads()
