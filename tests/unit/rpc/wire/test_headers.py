@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from rpc.errors import ProtocolError
 from rpc.wire.frames import encode
-from rpc.wire.header_check import MAX_ENTRIES, check_entries
-from rpc.wire.headers import unpack_header
+from rpc.wire.headers import MAX_ENTRIES, check_entries, unpack_header
 from tests.support.effort import PROFILE
 
 leaves = (
