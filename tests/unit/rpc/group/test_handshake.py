@@ -21,6 +21,7 @@ from rpc.group.handshake import (
     HandshakeState,
     Hello,
     Refusal,
+    Stream,
     Welcomed,
     legible,
 )
@@ -312,3 +313,10 @@ def test_without_a_token_records_are_as_they_are() -> None:
 @pytest.mark.parametrize("proof", [{}, {"mac": b""}, {"nonce": b"", "mac": ""}, {"nonce": 1, "mac": b"x"}])
 def test_a_malformed_proof_is_a_wrong_one(proof: dict[str, Any]) -> None:
     assert not TOKEN.verify(Role.DIALLER, b"said", proof)
+
+
+def test_the_first_message_of_a_stream_is_returned_once_its_side_has_proven_itself() -> None:
+    one, other = dialler(), acceptor()
+    stream = Stream(b"the streams' token", 3)
+    assert answer(other, answer(one, answer(other, one.greet(stream)))) == stream
+    assert answer(one, other.welcome()) == Welcomed()
