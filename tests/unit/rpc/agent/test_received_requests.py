@@ -50,6 +50,20 @@ def test_after_stop_no_coroutine_begins() -> None:
     assert activity.postponed.value == 0
 
 
+class ReferenceCodec:
+    def load_call(self, header: Any, buffers: Any, arrivals: Any, peer: Any, *, connect: Any) -> Any:
+        return id, (arrivals["rref"][0],), {}
+
+
+def test_a_request_that_has_been_read_keeps_no_reference_alive() -> None:
+    callee = make(serializer=SimpleNamespace(codecs={0: ReferenceCodec()}))
+    reference = object()
+    peer: Any = SimpleNamespace(name="worker1")
+    request = Request(peer, Frame(Kind.CALL, 1, {}, [b""], 0), {"rref": [reference]})
+    assert callee.load(request)[1] == (reference,)
+    assert request.arrivals is None
+
+
 def test_a_request_that_cannot_begin_raises_its_error() -> None:
     callee = make()
     peer: Any = SimpleNamespace(name="worker1", lost=None)
