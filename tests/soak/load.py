@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import random
 import threading
 import time
@@ -22,6 +21,7 @@ import rpc
 from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import interruptible, protected
+from tests.soak.interrupts import left_over
 from tests.support.cutting import cut, reset
 from tests.support.workers import Worker
 
@@ -42,19 +42,6 @@ LARGE_SECONDS: Final = 0.2
 
 
 # ---- functions that workers call
-
-
-def left_over() -> dict[str, int]:
-    """What this worker has under way, or refers to, or lends: nothing, once all is done."""
-    gc.collect()
-    agent = current_agent()
-    found: dict[str, int] = {
-        **agent.extensions["rref"].counts(),
-        "calls": agent.calls.table.unanswered(),
-        "contexts": agent.get_debug_info()["num_autograd_contexts"],
-        "lent bytes": agent.messages.shared_memory.usage()[1],
-    }
-    return {what: count for what, count in found.items() if count}
 
 
 class Ledger:
