@@ -12,10 +12,9 @@ from typing import Any, Final
 
 from rpc.agent.activity import Activity
 from rpc.agent.agent_calls import Calls
-from rpc.agent.answer_sender import Answer
+from rpc.agent.answers import Answer, Request
 from rpc.agent.messages import Messages
-from rpc.agent.received_requests import Request
-from rpc.agent.request_runner import LATER, Call
+from rpc.agent.received_requests import LATER, Call
 from rpc.agent.tape import Observation, Recording
 from rpc.errors import ProtocolError, RRefError, with_article
 from rpc.group.peer import Peer
@@ -75,7 +74,6 @@ class ReferenceServer:
         self._references = references
         self._names = names
         self._requests = calls.requests
-        self._runner = calls.runner
         self._answers = calls.answers
         self._activity = activity
         self._executor = executor
@@ -195,7 +193,7 @@ class ReferenceServer:
         """Run a request, and call ``answer`` with the outcome, at once or on some thread later."""
         try:
             function, args, kwargs = self._load(request, on)
-            content = self._runner.start(function, args, kwargs, request, answer)
+            content = self._requests.start(function, args, kwargs, request, answer)
         except BaseException as error:
             answer(None, error)
         else:
@@ -207,7 +205,7 @@ class ReferenceServer:
     def _load(self, request: Request, on: Value | None) -> Call:
         """Return what a request calls: a function, or a method of the object that it uses."""
         content = None if on is None else on.get()  # first: a call of an object that failed is not read
-        function, args, kwargs = self._runner.load(request)
+        function, args, kwargs = self._requests.load(request)
         if on is not None:
             name = request.frame.header.get("method")
             if function is not method_of_object or not isinstance(name, str):
@@ -332,12 +330,12 @@ class ReferenceServer:
             if value.turns is not None:
                 self._run_in_turn(request, value, value.turns)
             else:
-                self._runner.run(request, lambda request: self._load(request, value))
+                self._requests.run(request, lambda request: self._load(request, value))
 
         return self._accept_on_object(request, _target(frame), run)
 
     def _run_in_turn(self, request: Request, value: Value, turns: Turns) -> None:
-        """Like ``RequestRunner.run``; the next request may start once this one is answered."""
+        """Like ``ReceivedRequests.run``; the next request may start once this one is answered."""
         reply = self._answers.replier(request)
 
         def answer(content: Any, error: BaseException | None) -> None:

@@ -2,9 +2,9 @@
 
 A call is sent on the caller's thread: ``caller`` serializes it, enters it into the table of ``calls``, and
 ``dispatcher`` passes the frame to the peer, which writes it to the socket. All received frames go through
-``dispatcher``, too: a request goes to the executor (``received_requests``, ``request_runner``,
-``answer_sender``), a reply to the thread that waits for it (``calls``, ``futures``). The loop only moves
-bytes: it runs no user code and reads no pickles.
+``dispatcher``, too: a request goes to the executor (``received_requests``, ``answers``), a reply to the
+thread that waits for it (``calls``, ``futures``). The loop only moves bytes: it runs no user code and reads
+no pickles.
 
 The parts have four interfaces: ``Agent.calls``, ``messages``, ``group`` and ``lifecycle``. Packages above the
 agent extend it at four points: message kinds (``messages.on``, and ``messages.control`` for small messages

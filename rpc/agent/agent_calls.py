@@ -7,7 +7,7 @@ from threading import Thread
 from typing import Final
 
 from rpc.agent.activity import Activity
-from rpc.agent.answer_sender import AnswerSender
+from rpc.agent.answers import Answers
 from rpc.agent.border import Border
 from rpc.agent.caller import Caller
 from rpc.agent.calls import CallTable
@@ -16,7 +16,6 @@ from rpc.agent.group import AgentGroup
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
 from rpc.agent.received_requests import ReceivedRequests
-from rpc.agent.request_runner import RequestRunner
 from rpc.agent.slow_calls import SlowCalls
 from rpc.agent.tape import Tracing
 from rpc.options import AgentOptions
@@ -35,9 +34,8 @@ class Calls:
     Attributes:
         caller: makes calls, and the futures of calls.
         table: the calls under way.
-        requests: the requests of other workers that are not answered yet.
+        requests: the requests of other workers that are not answered yet; runs them.
         answers: answers requests.
-        runner: runs requests.
         completions: runs tasks, and completes futures, on executor threads.
         slow: reports calls without an answer.
         running: names what runs for other workers, by the threads of the executor.
@@ -62,16 +60,17 @@ class Calls:
             loop, serializer, tracing, events, activity, control.post, completions.run_soon
         )
         self.caller = Caller(options.rpc_timeout, table, peers, sender, serializer, tracing, events)
-        self.requests = requests = ReceivedRequests(serializer, events, executor, activity)
-        self.answers = answers = AnswerSender(
-            requests, peers, serializer, tracing, events, sender.send, completions.run_soon
+        self.answers = answers = Answers(
+            peers, serializer, tracing, events, sender.send, completions.run_soon
         )
-        self.runner = runner = RequestRunner(peers, serializer, tracing, events, executor, activity, answers)
+        self.requests = requests = ReceivedRequests(
+            answers, peers, serializer, tracing, events, executor, activity
+        )
         self.slow = SlowCalls(table, peers, loop, options.slow_call_seconds)
         self.running: Callable[[Iterable[Thread]], list[str]] = self._running
         table.register(dispatcher, sender)
         answers.register(dispatcher, sender)
-        requests.register(dispatcher, control, runner.run)
+        requests.register(dispatcher, control)
         activity.add(table.unanswered, lambda: table.opened)
         activity.serve(lambda: requests.begun)
         hooks.awaited.append(table.peers)

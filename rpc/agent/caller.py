@@ -2,7 +2,7 @@
 
 A call is serialized on the caller's thread, entered into the table of calls, and sent (``dispatcher``). All
 calls begin in ``request``, or in ``inquire`` if the thread waits for the answer at once. ``calls`` handles
-their outcome, ``request_runner`` runs them.
+their outcome, ``received_requests`` runs them.
 """
 
 from __future__ import annotations

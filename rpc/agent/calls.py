@@ -155,10 +155,6 @@ class PendingCall:
         """Return the error of this call when its callee is gone."""
         return self.peer.lost_error(f"{self.asked} was not answered")
 
-    def cancelled_error(self) -> CancelledError:
-        """Return the error of this call when its caller has cancelled it."""
-        return CancelledError(f"{self.asked} on worker '{self.peer.name}' was cancelled by its caller")
-
     def expired(self) -> bool:
         """Settle the call because its timeout has expired; returns the result of ``settle``."""
         return self.settle(self.timeout_error())
@@ -444,7 +440,8 @@ class CallTable:
         if call.keeps_place or not self.give_up(call):
             return False
         self._post(call.peer, CANCEL, call.call_id)
-        call.settle(call.cancelled_error())
+        cancelled = f"{call.asked} on worker '{call.peer.name}' was cancelled by its caller"
+        call.settle(CancelledError(cancelled))
         self._activity.ended()
         return True
 

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from rpc import errors
 from rpc.agent.activity import Activity
@@ -42,8 +42,6 @@ from rpc.serialization.serializer import Serializer
 __all__ = ["Gathering"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Names = tuple[str, ...]
 Key = tuple[Names, int]
@@ -97,7 +95,7 @@ class Gathering:
         self._next: dict[Names, int] = {}
         self._rounds: dict[Key, _Round] = {}
         self._given_up: dict[Names, tuple[int, RpcError]] = {}  # the last one, as leader
-        for function in (_contribute, _publish, _fail, _missing, _is_leaving):
+        for function in (_contribute, _publish, _fail, _state):
             serializer.allow_function(function)
         hooks.gone.append(self._worker_gone)
         hooks.closed.append(self._closed)
@@ -206,17 +204,14 @@ class Gathering:
         return error
 
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
-        names, _ = key
         deadline = time.monotonic() + timeout if timeout else INFINITE
         with self._counted(), waits.waiting("barrier", lambda: self._awaited_by(key)):
             self._serving()  # resets the count
             done = wait_telling(state.complete, deadline, logger, lambda waited: self._tell(key, waited))
         if not done:
-            me = self._peers.own.name
-            missing = [name for name in names if name not in state.objects] if names[0] == me else [names[0]]
             raise RpcTimeoutError(
-                f"worker '{me}' timed out in _all_gather after {timeout or 0:.2f} seconds, "
-                f"waiting for {missing}"
+                f"worker '{self._peers.own.name}' timed out in _all_gather after {timeout or 0:.2f} seconds, "
+                f"waiting for {self._awaited_by(key)}"
             )
         if state.error is not None:
             raise state.error
@@ -249,7 +244,7 @@ class Gathering:
         missing = self.missing(names, number)
         if names[0] != me:
             try:
-                missing = self._ask(names[0], _missing, names, number)
+                missing, _ = self._ask(names[0], key)
             except RpcTimeoutError:
                 return f"{said} for its leader '{names[0]}'"
         if not missing:
@@ -257,24 +252,24 @@ class Gathering:
         leaving: list[str] = []
         for name in missing[:_MOST_ASKED]:
             with contextlib.suppress(RpcError):
-                if name != me and self._ask(name, _is_leaving):
+                if name != me and self._ask(name, key)[1]:
                     leaving.append(name)
         for_whom = ", ".join(f"worker '{name}'" + " (in shutdown)" * (name in leaving) for name in missing)
         hint = ". A worker in shutdown() comes to no barrier: all must call it before" if leaving else ""
         return f"{said}, for {for_whom}{hint}"
 
-    def _ask(self, name: str, function: Callable[..., T], *args: Any) -> T:
-        """Ask another worker about the state of a wait, by a function that calls ``inquired`` there."""
-        answer: Future[T] = self._caller.call_async(name, function, args, {}, _ANSWER_SECONDS)
+    def _ask(self, name: str, key: Key) -> tuple[list[str], bool]:
+        """Ask another worker for its ``state``."""
+        answer: Future[tuple[list[str], bool]]
+        answer = self._caller.call_async(name, _state, key, {}, _ANSWER_SECONDS)
         return answer.wait()
 
-    def inquired(self) -> None:
-        """Record that another worker asks about the state of a wait, which does not count as serving."""
+    def state(self, names: Names, number: int) -> tuple[list[str], bool]:
+        """Return which workers this one misses in a round, and whether a thread of it waits in ``shutdown``.
+        To answer that does not count as serving.
+        """
         self._activity.inquired()
-
-    def is_leaving(self) -> bool:
-        """Whether a thread of this worker waits in ``shutdown``."""
-        return self._departure.under_way
+        return self.missing(names, number), self._departure.under_way
 
     def _awaited_by(self, key: Key) -> list[str]:
         """Return the workers that this one waits for in a round: those missing if it leads, else
@@ -382,17 +377,10 @@ def _publish(names: Names, number: int, *, objects: dict[str, Any]) -> None:
     current_agent().gathering.publish(names, number, objects)
 
 
-def _missing(names: Names, number: int) -> list[str]:
+def _state(names: Names, number: int) -> tuple[list[str], bool]:
     _check_is_round(names, number)
     gathering: Gathering = current_agent().gathering
-    gathering.inquired()
-    return gathering.missing(names, number)
-
-
-def _is_leaving() -> bool:
-    gathering: Gathering = current_agent().gathering
-    gathering.inquired()
-    return gathering.is_leaving()
+    return gathering.state(names, number)
 
 
 def _fail(names: Names, number: int, kind: str, text: str, attributes: dict[str, str]) -> None:

@@ -102,4 +102,4 @@ class AgentGroup:
         )
 
     def _connect(self, peer: Peer) -> None:
-        self.mailbox.call(self.connections.connect, peer)
+        self.mailbox.call(self.connections.dialler.connect, peer)

@@ -106,7 +106,7 @@ class Lifecycle:
             functools.partial(self._leave_group, reason),
             self._calls.table.end,
             *self.hooks.closed,
-            self._calls.runner.stop,
+            self._calls.requests.stop,
             functools.partial(self._calls.completions.stop, _STOP_SECONDS),
             self._platform.loop_thread.stop,
             self._platform.process.restore,

@@ -77,7 +77,7 @@ class Messages:
             group.peers.all,
             connections.lose,
             dispatcher.message_lost,
-            connections.greet_again,
+            connections.dialler.greet_again,
             options.lost_after,
             connections.own_time,
             connections.neighbours,

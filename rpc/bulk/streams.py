@@ -38,7 +38,7 @@ from rpc.group.connections import FAREWELL_SECONDS, Connections
 from rpc.group.handshake import Stream, legible
 from rpc.group.peer import Peer
 from rpc.runtime.mailbox import Mailbox
-from rpc.transport.base import Connection, SilentOwner
+from rpc.transport.base import Connection, ConnectionOwner
 from rpc.transport.bulk_socket import BulkSocket
 from rpc.transport.stream import StreamConnection
 from rpc.transport.write_queue import STREAMED_BYTES
@@ -296,7 +296,7 @@ class BulkStreams:
 
     def _add(self, streams: _Streams, number: int, connection: StreamConnection) -> None:
         """Add a stream that is accepted."""
-        connection.owner = SilentOwner()
+        connection.owner = ConnectionOwner()
         streams.sockets[number] = connection.detach()
 
     def _use(self, peer: Peer, streams: _Streams) -> None:

@@ -33,8 +33,8 @@ from rpc.transport.base import (
     CLOSED_BY_PEER,
     Connection,
     ConnectionClosed,
+    ConnectionOwner,
     Listener,
-    SilentOwner,
     Transport,
 )
 from rpc.wire.frames import Frame, Kind, encode
@@ -114,11 +114,12 @@ class Connections:
         reconnect_seconds: timeout in seconds for reconnecting after a connection broke; 0 for no
         reconnecting.
         own_time: the clock for limits of time; by default the loop's.
-        neighbours: looks at the processes of workers on this host.
 
     Attributes:
         group: key of the group, once it is formed.
         closed: whether this worker is leaving, or has left.
+        dialler: connects to other workers.
+        neighbours: looks at the processes of workers on this host.
     """
 
     def __init__(
@@ -131,7 +132,6 @@ class Connections:
         handshake_seconds: float = CONNECT_SECONDS,
         reconnect_seconds: float = 0.0,
         own_time: OwnTime | None = None,
-        neighbours: Neighbours | None = None,
     ) -> None:
         self.connect_seconds = CONNECT_SECONDS
         self.handshake_seconds = handshake_seconds
@@ -142,7 +142,7 @@ class Connections:
         self.closed = False
         self.loop = loop
         self.own_time = own_time or OwnTime(loop.time)
-        self.neighbours = neighbours or Neighbours()
+        self.neighbours = Neighbours()
         self.authenticator = authenticator
         self._events: ConnectionEvents
         self._transports = transports
@@ -154,7 +154,7 @@ class Connections:
         self._greetings: dict[Greeting, None] = {}  # in the order in which they began
         self._strangers: dict[Greeting, None] = {}  # those whose other side is not yet authenticated
         self._refusals = LimitedLog(logger)
-        self._dialler = Dialler(loop, transports, self)
+        self.dialler = Dialler(loop, transports, self)
 
     # ---- set up
 
@@ -219,18 +219,6 @@ class Connections:
         return greeting
 
     # ---- connecting
-
-    def connect(self, peer: Peer) -> None:
-        """See ``Dialler.connect``."""
-        self._dialler.connect(peer)
-
-    def greet_again(self, peer: Peer) -> None:
-        """See ``Dialler.greet_again``."""
-        self._dialler.greet_again(peer)
-
-    def broke(self, peer: Peer, reason: str) -> None:
-        """See ``Dialler.broke``."""
-        self._dialler.broke(peer, reason)
 
     def peer_broke(self, peer: Peer) -> None:
         """See ``DiallerOwner``."""
@@ -307,7 +295,7 @@ class Connections:
                 if refusal.code != CROSSED:
                     self.lose(peer, f"it refused the connection: {refusal.reason}")
                 elif peer.link.cross():
-                    self._dialler.crossed(peer)
+                    self.dialler.crossed(peer)
             case Welcomed(session):
                 assert peer is not None
                 if peer.link.welcome(self.own_time()):
@@ -354,12 +342,12 @@ class Connections:
         if refusal is not None:
             self._refuse(greeting, refusal)
             if refusal.code == CROSSED and peer is not None and not peer.connected:
-                self._dialler.crosses(peer)
+                self.dialler.crosses(peer)
             return
         peer = peer or self._events.peer_for(hello.member)
         if is_lost and peer.connection is not None:
             connection = peer.connection
-            self._dialler.broke(peer, "the other side has lost the connection", connect=False)
+            self.dialler.broke(peer, "the other side has lost the connection", connect=False)
             _drop(connection, "the other side has lost it")
         if not peer.is_quiet:
             self.loop.call_later(QUIET_SECONDS, self._judge_again, greeting, hello)
@@ -396,7 +384,7 @@ class Connections:
         known = self._view.find(hello.member.incarnation)
         peer = self._events.peer_for(known) if known else None
         if peer is not None and not peer.connected:  # it has broken in the meantime
-            self.connect(peer)
+            self.dialler.connect(peer)
 
     def _refuse(self, greeting: Greeting, refusal: Refusal) -> None:
         if refusal.code != CROSSED:
@@ -418,7 +406,7 @@ class Connections:
         if greeting.peer is not None:
             if not greeting.peer.connected:
                 may_live = not greeting.connection.malformed
-                self._dialler.failed(
+                self.dialler.failed(
                     greeting.peer, f"the handshake with it failed: {failure}", may_live=may_live
                 )
         elif not greeting.is_refused:
@@ -488,7 +476,7 @@ class Connections:
         """Say goodbye to all peers, and close everything once the queued frames are sent."""
         self.closed = True
         self.stop_listening()
-        self._dialler.stop()
+        self.dialler.stop()
         for greeting in list(self._greetings):
             greeting.connection.close("shutting down")
         buffers, size = encode(Kind.GOODBYE, 0, {"reason": reason}, ())
@@ -512,15 +500,16 @@ class Connections:
                 connection.close("its peer does not read")  # if it is still open: callers may wait for room
 
 
-class _Established:
+class _Established(ConnectionOwner):
     """Owner of an established connection; passes its frames on to the agent."""
 
     def __init__(self, connections: Connections, peer: Peer) -> None:
         self._connections = connections
         self._peer = peer
         events = connections._events
-        self.take_inline = partial(events.take_inline, peer)
-        self.find_target = partial(events.find_target, peer)
+        # Without a function in between, for each frame.
+        self.take_inline = partial(events.take_inline, peer)  # type: ignore[method-assign]
+        self.find_target = partial(events.find_target, peer)  # type: ignore[method-assign]
         self._receive = events.frames_received
 
     def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
@@ -532,10 +521,10 @@ class _Established:
             return
         if reason == CLOSED_BY_PEER:
             reason += " without a goodbye"
-        self._connections.broke(self._peer, reason)
+        self._connections.dialler.broke(self._peer, reason)
 
 
-class _Farewell(SilentOwner):
+class _Farewell(ConnectionOwner):
     """Owner of a connection that closes when its queue is empty."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -547,5 +536,5 @@ class _Farewell(SilentOwner):
 
 
 def _drop(connection: Connection, reason: str) -> None:
-    connection.owner = SilentOwner()
+    connection.owner = ConnectionOwner()
     connection.close(reason)

@@ -16,7 +16,7 @@ from rpc.group.link import GiveUp, LinkState
 from rpc.group.own_time import LEAST_SECONDS, Neighbours, OwnTime
 from rpc.group.peer import Peer
 from rpc.runtime.process_signs import ProcessSigns, computes
-from rpc.transport.base import Connection, SilentOwner, Transport, Unreachable
+from rpc.transport.base import Connection, ConnectionOwner, Transport, Unreachable
 from rpc.transport.tls import why_no_tls
 
 __all__ = ["QUIET_SECONDS", "Dialler", "DiallerOwner"]
@@ -167,7 +167,7 @@ class Dialler:
             return task.result()
         except asyncio.CancelledError:
             if task.done() and not task.cancelled() and task.exception() is None:
-                task.result().owner = SilentOwner()
+                task.result().owner = ConnectionOwner()
                 task.result().close("not needed any more")
             raise
         finally:

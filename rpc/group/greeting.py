@@ -22,7 +22,7 @@ from rpc.group.handshake import (
 from rpc.group.own_time import LEAST_SECONDS, OwnTime
 from rpc.group.peer import Peer
 from rpc.transport.authentication import Role, TokenAuthenticator
-from rpc.transport.base import INFINITE, Connection, SilentOwner
+from rpc.transport.base import INFINITE, Connection, ConnectionOwner
 from rpc.wire.frames import Frame, encode
 
 __all__ = ["SLOW_SECONDS", "Greeting", "GreetingDesk"]
@@ -53,7 +53,7 @@ class GreetingDesk(Protocol):
         """
 
 
-class Greeting(SilentOwner):
+class Greeting(ConnectionOwner):
     """Owner of a connection during the handshake: the shell around ``handshake``.
 
     ``peer`` is the worker that this side connects to; None on the accepting side, which decides about

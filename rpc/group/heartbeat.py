@@ -22,7 +22,7 @@ from typing import Final
 from rpc.group.liveness import Liveness
 from rpc.group.own_time import Neighbours
 from rpc.group.peer import RESUMED, Peer
-from rpc.runtime.process_signs import ProcessSigns, computes, process_signs
+from rpc.runtime.process_signs import ProcessSigns, computes
 from rpc.transport.session import MAX_UNACKNOWLEDGED
 from rpc.wire.frames import Frame, Kind
 
@@ -51,7 +51,7 @@ class Heartbeat:
         message_lost: called with the first chunk of each large message that was lost with a connection.
         greet_again: called with a worker that is silent and was only greeted.
         lost_after: time in seconds after which a silent worker is lost; 0 for never.
-        own_time: the clock; by default the loop's.
+        own_time: the clock.
         neighbours: finds the processes of workers on this host.
 
     Attributes:
@@ -66,8 +66,8 @@ class Heartbeat:
         message_lost: Callable[[Peer, bytes], object],
         greet_again: Callable[[Peer], object],
         lost_after: float,
-        own_time: Callable[[], float] | None = None,
-        neighbours: Neighbours | None = None,
+        own_time: Callable[[], float],
+        neighbours: Neighbours,
     ) -> None:
         self.interests: list[Callable[[], Iterable[Peer]]] = [
             lambda: [peer for peer in peers() if peer.session.sent]
@@ -78,8 +78,8 @@ class Heartbeat:
         self._loop = loop
         self._lose = lose
         self._lost_after = lost_after
-        self._own_time = own_time or loop.time
-        self._neighbours = neighbours or Neighbours()
+        self._own_time = own_time
+        self._neighbours = neighbours
         self._liveness = Liveness(lost_after)
         self._acknowledging = Liveness(lost_after)  # counts acknowledgements as heartbeats
         self._asked: dict[int, ProcessSigns | None] = {}
@@ -134,7 +134,7 @@ class Heartbeat:
             peer = awaited[incarnation]
             if incarnation in self._asked:  # and it has still not answered
                 self._neighbours.find(peer)
-            self._asked[incarnation] = _process_of(peer)
+            self._asked[incarnation] = self._neighbours.signs(peer)
             if peer.connected:
                 peer.send_heartbeat(_ANSWER)
             else:
@@ -153,12 +153,12 @@ class Heartbeat:
         self._asked_to_acknowledge = {each: seen for each, seen in asked.items() if each in signs}
         for incarnation in ask:
             peer = full[incarnation]
-            self._asked_to_acknowledge[incarnation] = peer.session.heard, _process_of(peer)
+            self._asked_to_acknowledge[incarnation] = peer.session.heard, self._neighbours.signs(peer)
             peer.send_heartbeat(_ANSWER)
         for incarnation in silent:
             peer = full[incarnation]
             count, before = self._asked_to_acknowledge.get(incarnation, (0, None))
-            if peer.session.heard == count and computes(before, _process_of(peer)):
+            if peer.session.heard == count and computes(before, self._neighbours.signs(peer)):
                 self._acknowledging.excuse(incarnation)
             else:
                 self._keeps_too_much(peer, f"none of them for {self._lost_after:g} s")
@@ -176,10 +176,10 @@ class Heartbeat:
 
     def _is_silent(self, peer: Peer) -> None:
         before = self._asked.pop(peer.incarnation, None)
-        now = _process_of(peer)
+        now = self._neighbours.signs(peer)
         if before is None and now is None:  # its process was not known
             self._neighbours.find(peer)
-            now = _process_of(peer)
+            now = self._neighbours.signs(peer)
             if now is not None and not now.stopped:  # the next look tells whether it has computed
                 self._liveness.excuse(peer.incarnation)
                 return
@@ -204,7 +204,3 @@ class Heartbeat:
         self._lose(
             peer, f"it has given no sign of life for {self._lost_after:g} s, since about {since}: {what}"
         )
-
-
-def _process_of(peer: Peer) -> ProcessSigns | None:
-    return process_signs(peer.link.process) if peer.link.process else None

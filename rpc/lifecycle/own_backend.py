@@ -57,7 +57,6 @@ from rpc.serialization.functions import main_identity
 from rpc.transport.authentication import TokenAuthenticator
 from rpc.transport.registry import load as load_transports
 from rpc.transport.tls import TlsContexts
-from rpc.transport.unix import UnixTransport
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +220,7 @@ def _make(
     credential = find_credential(options, os.environ)
     token, transports = credential.token, options.transports
     on_one_host = options.listen is None and (credential.automatic or is_loopback(host))
-    if transports is None and on_one_host and UnixTransport.available:
+    if transports is None and on_one_host:
         transports = ("unix",)  # the kernel tells which user's process connects
     if transports is not None:
         load_transports(transports)

@@ -50,7 +50,7 @@ from rpc.serialization.pickler import Departing, Reducers
 from rpc.serialization.safe import AllowList
 from rpc.serialization.tensors import dense, elements, placed
 from rpc.serialization.tracked import separate, tell_of_copies
-from rpc.wire.header_check import check_entries
+from rpc.wire.headers import check_entries
 
 __all__ = ["dump", "read"]
 

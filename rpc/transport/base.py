@@ -17,7 +17,7 @@ from rpc.options import RpcBackendOptions
 from rpc.runtime.blocking import INFINITE
 from rpc.runtime.tasks import Task
 from rpc.transport.authentication import TokenAuthenticator
-from rpc.transport.inline_read import InlineReader, Receiver, Spinners
+from rpc.transport.inline_read import InlineReader, Spinners
 from rpc.transport.session import Session
 from rpc.transport.tls import TlsContexts
 from rpc.wire.frames import Frame
@@ -35,7 +35,6 @@ __all__ = [
     "DirectConnection",
     "Listener",
     "QueueFull",
-    "SilentOwner",
     "Transport",
     "TransportContext",
     "Unreachable",
@@ -91,12 +90,19 @@ class QueueFull(RpcError):
     """The peer does not accept what is queued for it within the time that the sender waits."""
 
 
-class ConnectionOwner(Receiver, Protocol):
-    """The object that a connection reports to. Connections with a ``reader`` call ``take_inline`` on any
-    thread; all other methods are called on the loop's thread.
+class ConnectionOwner:
+    """The object that a connection reports to; this one ignores everything.
+
+    Connections with a ``reader`` call ``take_inline`` on any thread; all other methods are called on the
+    loop's thread.
     """
 
-    def frames_received(self, connection: Connection, frames: list[Frame]) -> None: ...
+    def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
+        """Called with frames that the loop has received."""
+
+    def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
+        """See ``Receiver``."""
+        return None
 
     def find_target(self, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
         """Return the target of a large message that begins to arrive; None if the message gets memory of its
@@ -107,25 +113,10 @@ class ConnectionOwner(Receiver, Protocol):
             call_id: call id of its frame.
             sizes: sizes of its buffers in bytes.
         """
+        return None
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         """Called exactly once; nothing is received afterwards."""
-
-
-class SilentOwner:
-    """Owner that ignores the loss of its connection."""
-
-    def frames_received(self, connection: Connection, frames: list[Frame]) -> None:
-        pass
-
-    def find_target(self, kind: int, call_id: int, sizes: Sequence[int]) -> Target | None:
-        return None
-
-    def take_inline(self, frames: list[Frame], *, keep: bool) -> Task | None:
-        return None
-
-    def connection_lost(self, connection: Connection, reason: str) -> None:
-        pass
 
 
 class Connection(Protocol):

@@ -12,13 +12,13 @@ import select
 import socket
 import ssl
 import struct
-import sys
 from collections import deque
 from collections.abc import Sequence
 from time import monotonic
 from typing import Any, Final
 
 from rpc.transport.base import CLOSED_BY_PEER
+from rpc.transport.byte_stream import TCP_NOTSENT_LOWAT
 
 __all__ = ["BulkSocket", "TlsBulkSocket", "bulk_socket"]
 
@@ -27,8 +27,6 @@ _PAUSE_SECONDS: Final = 0.02
 back.
 """
 
-_NOT_SENT: Final[int | None] = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
-_WAIT_ALL: Final[int] = getattr(socket, "MSG_WAITALL", 0)
 _PIECES_PER_WRITE: Final = 64
 
 
@@ -49,9 +47,8 @@ class BulkSocket:
         self.descriptor = sock.fileno()
         self._readable = select.poll()
         self._readable.register(self.descriptor, select.POLLIN)
-        if _NOT_SENT is not None:  # no small message waits behind what the kernel keeps
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, 0)
+        with contextlib.suppress(OSError):  # no small message waits behind what the kernel keeps
+            sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, 0)
         self._configure(sock)
 
     def _configure(self, sock: socket.socket) -> None:
@@ -74,7 +71,7 @@ class BulkSocket:
         Raises ``OSError`` at the end of the stream.
         """
         try:
-            count = self._socket.recv_into(view, 0, _WAIT_ALL)
+            count = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
         except BlockingIOError:
             return 0
         if not count:

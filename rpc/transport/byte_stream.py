@@ -22,13 +22,12 @@ import os
 import platform
 import select
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 __all__ = [
-    "AVAILABLE",
     "ONE",
+    "TCP_NOTSENT_LOWAT",
     "ByteStream",
     "DescriptorStream",
     "Number",
@@ -39,25 +38,25 @@ __all__ = [
     "receive",
 ]
 
-AVAILABLE: Final = sys.platform == "linux"
-"""Whether calls that keep the interpreter lock are available; otherwise the socket is used."""
-
 _JOINED_BYTES: Final = 16 << 10
 """Maximum size in bytes of pieces that are joined before they are written: copying them costs less than a
 call that releases the interpreter lock.
 """
 
-_FLAGS: Final[int] = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
+TCP_NOTSENT_LOWAT: Final = 25
+"""Socket option for the number of unsent bytes that the kernel keeps; Python 3.11 does not name it."""
+
+_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 # No function has ``argtypes``, since converting through them costs more than the calls. All integers passed
 # fit a C int, or are wrapped.
-_libc = ctypes.PyDLL(None) if AVAILABLE else None
-_libc_with_errno = ctypes.PyDLL(None, use_errno=True) if AVAILABLE else None
-_send: Any = _libc_with_errno["send"] if _libc_with_errno else None
-_receive: Any = _libc_with_errno["recv"] if _libc_with_errno else None
-_epoll_ctl: Any = _libc["epoll_ctl"] if _libc else None
+_libc = ctypes.PyDLL(None)
+_libc_with_errno = ctypes.PyDLL(None, use_errno=True)
+_send: Any = _libc_with_errno["send"]
+_receive: Any = _libc_with_errno["recv"]
+_epoll_ctl: Any = _libc["epoll_ctl"]
 
-receive: Any = _libc["recv"] if _libc else None
+receive: Any = _libc["recv"]
 """``counts.extend(map(receive, (number,), *buffer.whole))`` receives once and appends the number of bytes.
 
 All of it happens within C code: no signal handler, and so no exception and no change of the ``Number`` that
@@ -69,7 +68,7 @@ _NOT_NOW: Final = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR))
 
 Number: Final = ctypes.c_int
 
-raise_event: Any = _libc["eventfd_write"] if _libc else None
+raise_event: Any = _libc["eventfd_write"]
 """Make an eventfd readable; the arguments are its ``Number``, and ``ONE``.
 
 It keeps the interpreter lock, so no other thread can close the descriptor, and have its number reused,
@@ -167,7 +166,7 @@ class SocketStream(DescriptorStream):
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
         size = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
-        if AVAILABLE and size <= _JOINED_BYTES:
+        if size <= _JOINED_BYTES:
             # Allocates nothing that could start a garbage collection, and with it a finalizer that sends too.
             count: int = _send(self._descriptor, b"".join(pieces), size, _FLAGS)
             if count < 0:

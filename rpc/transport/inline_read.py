@@ -55,17 +55,13 @@ from rpc.runtime.blocking import wait_for
 from rpc.runtime.cpu_quota import usable_cores
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.runtime.tasks import Task
-from rpc.transport import byte_stream
 from rpc.transport.byte_stream import ONE, Number, ReceiveBuffer, Watch, raise_event, receive
 from rpc.wire.decoder import Decoder
 from rpc.wire.frames import Frame, Kind, read_whole
 
-__all__ = ["AVAILABLE", "LOOP", "Awaited", "Backoff", "InlineReader", "Receiver", "Spinners", "Turn", "spin"]
+__all__ = ["LOOP", "Awaited", "Backoff", "InlineReader", "Receiver", "Spinners", "Turn", "spin"]
 
 logger = logging.getLogger(__name__)
-
-AVAILABLE: Final = byte_stream.AVAILABLE and hasattr(select, "epoll") and hasattr(os, "eventfd")
-"""Whether threads can read on this system; otherwise only the loop does."""
 
 _MOMENT_SECONDS: Final = 3e-3
 """Maximum time in seconds that a thread spins; waits up to this long count as short."""
@@ -86,8 +82,6 @@ _FEW: Final = 4
 _HOLDER: Final = 0
 _UNAWAITED_KINDS: Final = frozenset((Kind.ALIVE, Kind.ARRIVED))
 """Kinds of frames that no thread waits for: a large call's ``ARRIVED`` comes before its reply."""
-
-_yield: Final[Callable[[], object]] = getattr(os, "sched_yield", int)
 
 
 class Receiver(Protocol):
@@ -182,7 +176,7 @@ def spin(poll: Callable[[int], list[Any]], until: float, backoff: Backoff, spinn
     try:
         before = monotonic()
         while not seen and before < until and yielded <= _LATE_SECONDS:
-            _yield()
+            os.sched_yield()
             seen = poll(0)
             now = monotonic()
             yielded, before = now - before, now

@@ -10,7 +10,6 @@ function, that makes a ``Transport`` of a ``TransportContext``::
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Final, cast
 
@@ -28,7 +27,7 @@ Factory = Callable[[TransportContext], Transport]
 _OURS: Final[dict[str, Factory]] = {"unix": UnixTransport, "tcp": TcpTransport}
 """The transports of this package, the preferred first."""
 
-_BY_DEFAULT: Final = ("unix", "tcp") if sys.platform == "linux" else ("tcp",)
+_BY_DEFAULT: Final[tuple[str, ...]] = tuple(_OURS)
 
 
 def names() -> list[str]:
@@ -51,7 +50,7 @@ def transports(context: TransportContext, chosen: Iterable[str] | None = None) -
     """Make the transports of an agent, by scheme, the preferred first.
 
     Args:
-        chosen: their names, in any order; default: those for this system.
+        chosen: their names, in any order; default: those of this package.
 
     Raises:
         ValueError: there is no transport of that name.

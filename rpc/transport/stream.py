@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from rpc.errors import ProtocolError, is_violation
-from rpc.transport import byte_stream
 from rpc.transport.base import CLOSED_BY_PEER, ConnectionOwner, TransportContext
 from rpc.transport.bulk_socket import BulkSocket, bulk_socket
 from rpc.transport.byte_stream import ByteStream, DescriptorStream, ReceiveBuffer
-from rpc.transport.inline_read import AVAILABLE, InlineReader, Turn
+from rpc.transport.inline_read import InlineReader, Turn
 from rpc.transport.tls import why_no_tls
 from rpc.transport.write_queue import CAPTURE_ALL, Streams, WriteQueue
 from rpc.wire.decoder import Decoder
@@ -70,13 +69,12 @@ class StreamConnection:
         self._stream = stream
         self._decoder = decoder = Decoder(_HANDSHAKE_FRAME_BYTES, _HANDSHAKE_RECEIVE_BYTES)
         decoder.arriving.find_target = self._find_target
-        self._descriptor = stream.descriptor if byte_stream.AVAILABLE else None
+        self._descriptor = stream.descriptor
         self._scratch: ReceiveBuffer | None = None
         self.reader: InlineReader | None = None
         if self._descriptor is not None:
             self._scratch = ReceiveBuffer(decoder.scratch)
-            if AVAILABLE:
-                self.reader = InlineReader(self, self._descriptor, decoder, self._scratch, context.spinners)
+            self.reader = InlineReader(self, self._descriptor, decoder, self._scratch, context.spinners)
         self._queue = WriteQueue(
             loop,
             self._stream,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-import sys
 from asyncio.staggered import staggered_race
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any, Final
 
 from rpc.runtime.limited_log import LimitedLog
 from rpc.transport.base import CAPTURED_BYTES, Accepted, TransportContext
-from rpc.transport.byte_stream import DescriptorStream, SocketStream
+from rpc.transport.byte_stream import TCP_NOTSENT_LOWAT, DescriptorStream, SocketStream
 from rpc.transport.listening import SocketListener
 from rpc.transport.stream import StreamConnection
 from rpc.transport.tls import Acceptor, TlsStream, shake_hands, why_no_tls
@@ -27,7 +26,6 @@ SILENT_SECONDS = 60
 """Time in seconds after which a host that neither answers nor accepts anything is taken to be gone."""
 _NEXT_ADDRESS_SECONDS: Final = 0.25
 """Time in seconds for one address before the next one is tried as well."""
-_NOT_SENT: Final[int | None] = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
 _UNSENT_BYTES: Final = 256 << 10
 """Number of unsent bytes that the kernel keeps. Large messages in it delay small ones, and it needs little
 more than what is in flight on the network.
@@ -126,8 +124,7 @@ class TcpTransport:
 
     def _connection(self, sock: socket.socket, description: str) -> StreamConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if _NOT_SENT is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, _UNSENT_BYTES)
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         within_host = _host(sock.getsockname) == _host(sock.getpeername)
         if not within_host:
             _give_up_on_silence(sock)
@@ -152,14 +149,13 @@ def _give_up_on_silence(sock: socket.socket) -> None:
     """Make the kernel break the connection when the other host shows no sign of life for a while."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     probe = max(1, SILENT_SECONDS // 6)
-    for name, value in (
-        ("TCP_KEEPIDLE", 2 * probe),
-        ("TCP_KEEPINTVL", probe),
-        ("TCP_KEEPCNT", 4),
-        ("TCP_USER_TIMEOUT", 1000 * SILENT_SECONDS),
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 2 * probe),
+        (socket.TCP_KEEPINTVL, probe),
+        (socket.TCP_KEEPCNT, 4),
+        (socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS),
     ):
-        if hasattr(socket, name):  # otherwise the system's defaults apply
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _host(name: Callable[[], Any]) -> str | None:

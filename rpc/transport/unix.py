@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
 from typing import Final
 
 from rpc.runtime.limited_log import LimitedLog
@@ -34,7 +33,6 @@ class UnixTransport:
     """
 
     scheme = "unix"
-    available: Final = sys.platform == "linux"
 
     def __init__(self, context: TransportContext) -> None:
         self._context = context

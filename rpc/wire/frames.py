@@ -25,8 +25,7 @@ from typing import Any, Final, NamedTuple
 
 from rpc.errors import ProtocolError
 from rpc.wire.chunking import WHOLE_BYTES, ChunkedMessage
-from rpc.wire.header_check import MAX_ENTRIES, check_entries
-from rpc.wire.headers import pack_header, unpack_header
+from rpc.wire.headers import MAX_ENTRIES, check_entries, pack_header, unpack_header
 from rpc.wire.reassembly import MAX_BUFFERS, Reassembly, Room
 from rpc.wire.targets import MergingTarget
 

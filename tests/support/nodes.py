@@ -115,7 +115,7 @@ class Node:
         return peer
 
     def _connect(self, peer: Peer) -> None:
-        self.loop.call_soon_threadsafe(self.connections.connect, peer)
+        self.loop.call_soon_threadsafe(self.connections.dialler.connect, peer)
 
     def frames_received(self, peer: Peer, frames: list[Frame]) -> None:
         with self._changed:

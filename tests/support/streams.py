@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rpc.runtime.loop import LoopThread
-from rpc.transport.base import Connection, SilentOwner, TransportContext
+from rpc.transport.base import (
+    Connection,
+    ConnectionClosed,
+    ConnectionOwner,
+    DirectConnection,
+    TransportContext,
+)
 from rpc.transport.byte_stream import SocketStream
 from rpc.transport.stream import StreamConnection
 from rpc.wire.decoder import Decoder
@@ -29,7 +35,7 @@ Sockets = Callable[..., tuple[socket.socket, socket.socket]]
 """What the fixture ``sockets`` gives: ``sockets(family, buffer_bytes)`` makes two connected ones."""
 
 
-class Recorder(SilentOwner):
+class Recorder(ConnectionOwner):
     """An owner that keeps the frames and the reason of the end, and lets other threads wait for them."""
 
     def __init__(self) -> None:
@@ -58,6 +64,26 @@ class Recorder(SilentOwner):
         assert self.lost.wait(SOON)
         assert len(self.reasons) == 1
         return self.reasons[0]
+
+
+class Recording(DirectConnection):
+    """A connection that keeps what is sent by it, and breaks before it has written what is ``queued``. One
+    that ``is_broken`` takes nothing large any more.
+    """
+
+    def __init__(self, *queued: bytes, is_broken: bool = False) -> None:
+        super().__init__("the other side")
+        self.sent: list[bytes] = []
+        self._queued = list(queued)
+        self._is_broken = is_broken
+
+    def pass_on(self, frame: bytearray) -> None:
+        if self._is_broken and len(frame) > 100:
+            raise ConnectionClosed("it has just failed to write")
+        self.sent.append(bytes(frame))
+
+    def remains(self) -> list[bytes]:
+        return self._queued
 
 
 def connected_sockets(family: str, buffer_bytes: int = 0) -> tuple[socket.socket, socket.socket]:

@@ -10,17 +10,17 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 from farcall.observe.worker.frames import collection_paused, frames_of_others, variables_of
+from rpc.agent.answers import Request
 from rpc.agent.calls import PendingCall, name_of
 from rpc.agent.futures import Future
-from rpc.agent.received_requests import Request
-from rpc.agent.request_runner import RequestRunner
+from rpc.agent.received_requests import ReceivedRequests
 from rpc.agent.waiting import as_completed
 from rpc.runtime.code_folders import is_users
 
 __all__ = ["awaited_call", "awaited_in", "request_of", "running"]
 
 _RUNS: Final = frozenset(
-    each.__code__ for each in (RequestRunner.run, RequestRunner.start, RequestRunner._finish)
+    each.__code__ for each in (ReceivedRequests.run, ReceivedRequests.start, ReceivedRequests._finish)
 )
 """Code that runs a request, which is its local variable ``request``."""
 

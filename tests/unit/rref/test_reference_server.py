@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rpc.agent.received_requests import Request
+from rpc.agent.answers import Request
 from rpc.agent.tape import Tracing
 from rpc.runtime.executor import Task
 from rpc.serialization.serializer import Serializer
@@ -55,7 +55,7 @@ def test_who_waits_to_leave_is_told_of_a_fetch_that_need_not_wait_after_all(head
     references: Any = SimpleNamespace(find=lambda _: JustMade())
     delayed: Any = SimpleNamespace(answer_fetch=lambda *_: None)
     unused: Any = None
-    calls: Any = SimpleNamespace(requests=agent, runner=unused, answers=unused)
+    calls: Any = SimpleNamespace(requests=agent, answers=unused)
     ReferenceServer(
         references,
         unused,

@@ -210,12 +210,3 @@ def test_failure_is_the_callers() -> None:
             with pytest.raises(error, match=message):
                 wait()
     assert rpc.rpc_sync("worker1", abs, args=(-1,)) == 1
-
-
-# ---- on torch's own terms
-
-
-def test_marking_leaves_a_function_callable_here() -> None:
-    assert function(1).wait() == 2
-    assert Remote(5).method(1).wait() == 6
-    assert Remote.static_marked_outside(1).wait() == 4

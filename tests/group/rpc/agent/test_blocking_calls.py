@@ -12,13 +12,11 @@ import rpc
 from rpc.errors import BlockingCallError
 from tests.support.serving import (
     WAIT_SECONDS,
-    in_group,
     in_standing_group,
     in_worker0,
     open_gate,
     wait_at_gate,
 )
-from tests.support.workers import RunWorkers
 
 Futures = list[torch.futures.Future[Any]]
 
@@ -108,21 +106,6 @@ def fetch_value(depth: int) -> int:
 def test_recursion_between_two_workers_may_be_deep(recurse: Callable[[int], int]) -> None:
     """Depth 200, so that 100 functions wait on each of two workers with 16 threads."""
     assert recurse(200) == 200
-
-
-def fan_out(depth: int) -> int:
-    """A binary tree of calls between all workers."""
-    if depth == 0:
-        return 1
-    infos = rpc.get_worker_infos()
-    here = rpc.get_worker_info().id
-    callees = [infos[(here + step) % len(infos)] for step in (1, 2)]
-    calls: Futures = [rpc.rpc_async(callee, fan_out, args=(depth - 1,)) for callee in callees]
-    return sum(torch.futures.wait_all(calls))
-
-
-def test_a_tree_of_waiting_calls_is_computed(run_workers: RunWorkers) -> None:
-    assert run_workers(in_group(lambda _: fan_out(7), num_worker_threads=2), 3) == [2**7] * 3
 
 
 # ---- coroutines

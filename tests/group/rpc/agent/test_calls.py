@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -80,33 +79,6 @@ def echo(value: Any) -> Any:
 def test_a_thousand_calls_in_flight_each_get_their_own_answer() -> None:
     futures = [rpc.rpc_async("worker1", echo, args=(number,)) for number in range(1000)]
     assert [future.wait() for future in futures] == list(range(1000))
-
-
-@in_standing_group()
-def test_many_threads_call_at_once() -> None:
-    def caller(number: int) -> bool:
-        tensor = torch.full((100,), float(number))
-        return all(
-            torch.equal(rpc.rpc_sync("worker1", torch.neg, args=(tensor,)), -tensor) for _ in range(20)
-        )
-
-    with ThreadPoolExecutor(24) as threads:
-        assert all(threads.map(caller, range(24)))
-
-
-def visit(route: list[str]) -> list[str]:
-    """Calls itself on the next worker of the route, before the others."""
-    here = my_name()
-    if not route:
-        return [here]
-    visited: list[str] = rpc.rpc_sync(route[0], visit, args=(route[1:],))
-    return [here, *visited]
-
-
-@in_worker0(world_size=3)
-def test_calls_make_calls() -> None:
-    route = ["worker1", "worker2", "worker0", "worker2", "worker1", "worker1"]
-    assert visit(route) == ["worker0", *route]
 
 
 # ---- how it ends: an exception

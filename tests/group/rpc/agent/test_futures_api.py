@@ -29,6 +29,15 @@ def call(x: int, y: int = 1, to: str = "worker1") -> rpc.Future[int]:
     return rpc.rpc_async(to, add, args=(x, y))
 
 
+def log_of(logger: str) -> list[str]:
+    """What a logger of this process says from now on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    return said
+
+
 # ---- awaited
 
 
@@ -152,10 +161,7 @@ def test_futures_come_as_they_are_completed() -> None:
 
 @in_standing_group()
 def test_an_error_of_a_callback_is_in_the_log() -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rpc.agent.futures").addHandler(handler)
+    said = log_of("rpc.agent.futures")
     failing = call(1).then(lambda _: fail("in the callback"))
     with pytest.raises(RuntimeError, match="in the callback"):
         failing.wait()
@@ -165,19 +171,10 @@ def test_an_error_of_a_callback_is_in_the_log() -> None:
     assert [text.rpartition(".")[2] for text in said] == ["<lambda>, given to then(), raised LookupError"]
 
 
-@in_standing_group()
-def test_errors_name_builtin_functions_as_one_calls_them() -> None:
-    future = rpc.rpc_async("worker1", torch.add, args=(1, 2))
-    assert "torch.add" in repr(future) or future.done()
-
-
 @pytest.mark.parametrize("operation", [torch.clone, torch.t], ids=["contiguous", "transposed"])
 @in_worker0()
 def test_an_answer_that_needs_a_context_warns_once(operation: Any) -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rpc.serialization.pickle_codec").addHandler(handler)
+    said = log_of("rpc.serialization.pickle_codec")
     x = torch.ones(2, 3, requires_grad=True)
     with dist_autograd.context():
         rpc.rpc_sync("worker1", operation, args=(x,))
@@ -191,10 +188,7 @@ def test_an_answer_that_needs_a_context_warns_once(operation: Any) -> None:
 
 @in_worker0()
 def test_an_answer_to_a_call_under_no_grad_needs_no_context() -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rpc.serialization.pickle_codec").addHandler(handler)
+    said = log_of("rpc.serialization.pickle_codec")
     x = torch.ones(2, requires_grad=True)
     done = threading.Event()
     with torch.no_grad():
@@ -209,18 +203,12 @@ def test_an_answer_to_a_call_under_no_grad_needs_no_context() -> None:
 
 def fetched_history(rref: rpc.RRef[torch.Tensor]) -> tuple[bool, list[str]]:
     """Whether what is fetched requires grad, and what the log says of it."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rpc.serialization.pickle_codec").addHandler(handler)
+    said = log_of("rpc.serialization.pickle_codec")
     return rref.to_here().requires_grad, said
 
 
 async def fetched_history_by_a_coroutine(rref: rpc.RRef[torch.Tensor]) -> tuple[bool, list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rpc.serialization.pickle_codec").addHandler(handler)
+    said = log_of("rpc.serialization.pickle_codec")
     return (await rref.rpc_async().mul(1)).requires_grad, said
 
 

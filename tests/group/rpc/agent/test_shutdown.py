@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rpc
-from rpc.errors import NotInitializedError, RpcError, RpcTimeoutError, RRefError, WorkerLostError
+from rpc.errors import NotInitializedError, RpcError, RRefError, WorkerLostError
 from tests.support.serving import Gate, in_group, open_gate, wait_at_gate
 from tests.support.workers import RunWorkers, Worker, current_worker
 
@@ -71,34 +71,6 @@ def test_who_is_in_shutdown_serves_until_all_are(run_workers: RunWorkers) -> Non
     workers[1].tell("go")
     workers.wait_for("left")
     workers.results()
-
-
-# ---- graceful, with a limit
-
-
-def be_busy(worker: Worker) -> str:
-    worker.join()
-    if worker.rank == 0:
-        rpc.rpc_async("worker1", wait_at_gate)
-    worker.wait_for("go")
-    message = "the other one has given up first, and left"
-    try:
-        rpc.shutdown(timeout=0.3)
-    except RpcTimeoutError as error:
-        message = str(error)
-    worker.report("gave up")
-    worker.wait_for("go")
-    open_gate()
-    return message
-
-
-def test_a_timeout_names_who_is_busy(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(be_busy, 2)
-    workers[1].wait_for("at the gate")
-    workers.tell("go")
-    workers.wait_for("gave up")
-    workers.tell("go")
-    assert any("worker1" in message or "worker0" in message for message in workers.results())
 
 
 # ---- ungraceful: now

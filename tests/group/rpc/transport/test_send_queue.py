@@ -7,11 +7,9 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 
 import rpc
-from rpc.errors import WorkerLostError
 from tests.support.orders import ask, dismiss, start_followers
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Workers
@@ -81,25 +79,6 @@ def test_callers_wait_for_a_stopped_peer_and_others_are_served(run_workers: RunW
     dismiss(workers)
 
 
-def fail_to_finish() -> int:
-    lost = 0
-    for future in sending.pop().result():
-        with pytest.raises(WorkerLostError, match="'worker1'"):
-            future.wait()
-        lost += 1
-    return lost
-
-
-def test_callers_that_wait_fail_when_the_peer_is_killed(run_workers: RunWorkers) -> None:
-    workers = start(run_workers)
-    workers[1].stop()
-    ask(workers[0], begin_to_send)
-    workers[1].kill()
-    assert ask(workers[0], fail_to_finish) == MESSAGES
-    assert ask(workers[0], call_the_third, 10) == 10
-    dismiss(workers)
-
-
 def ask_for_much() -> None:
     sending.append(
         sender.submit(lambda: [rpc.rpc_async("worker1", reply, args=(n,)) for n in range(MESSAGES)])
@@ -129,16 +108,3 @@ def test_a_caller_that_stops_does_not_hold_up_the_callee(run_workers: RunWorkers
 
 def call_the_second(count: int) -> int:
     return sum(int(rpc.rpc_sync("worker1", torch.add, args=(1, 0))) for _ in range(count))
-
-
-def send_one_large() -> float:
-    futures: list[rpc.Future[Any]] = [
-        rpc.rpc_async("worker1", torch.sum, args=(torch.ones(QUEUE_BYTES),)) for _ in range(3)
-    ]
-    return sum(float(future.wait()) for future in futures)
-
-
-def test_a_message_larger_than_the_queue_is_sent(run_workers: RunWorkers) -> None:
-    workers = start(run_workers)
-    assert ask(workers[0], send_one_large) == 3.0 * QUEUE_BYTES
-    dismiss(workers)

@@ -13,7 +13,7 @@ import pytest
 
 from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.futures import Future
-from rpc.errors import ProtocolError, RpcTimeoutError
+from rpc.errors import RpcTimeoutError
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.tasks import Task
 from rpc.wire.frames import Frame, Kind
@@ -63,23 +63,6 @@ def reply_to(call_id: int) -> Frame:
     return Frame(Kind.REPLY, call_id, {}, [b""])
 
 
-def test_a_reply_finds_its_call_once(table: CallTable) -> None:
-    first, second = table.open(peer(), "first", 0), table.open(peer(), "second", 0)
-    assert first.call_id != second.call_id
-    assert len(table) == 2
-    assert table.take(second.call_id) is second
-    assert table.take(second.call_id) is None
-    assert list(table.waiting()) == [first]
-
-
-def test_all_calls_to_one_worker_can_be_taken_at_once(table: CallTable) -> None:
-    here, there = peer("here", 1), peer("there", 2)
-    calls = [table.open(to, "what", 0) for to in (here, there, here)]
-    assert table.take_all(here) == [calls[0], calls[2]]
-    assert table.take_all(here) == []
-    assert list(table.waiting()) == [calls[1]]
-
-
 def test_a_call_ends_when_its_deadline_passes_and_not_before(
     table: CallTable, clockwork: Any, owner: Any
 ) -> None:
@@ -100,13 +83,6 @@ def test_calls_end_in_the_order_of_their_deadlines(table: CallTable, clockwork: 
     clockwork.advance(10)
     assert owner.settled == [calls[index].future for index in (1, 3, 4, 0, 2)]
     assert clockwork.ringing() == []
-
-
-def test_no_timeout_means_no_deadline_and_no_alarm(table: CallTable, clockwork: Clockwork) -> None:
-    call = watched(table, 0)
-    clockwork.advance(1e9)
-    assert not call.done()
-    assert clockwork.woken == 0
 
 
 def test_a_thousand_calls_in_flight_share_one_alarm(table: CallTable, clockwork: Clockwork) -> None:
@@ -234,15 +210,6 @@ def test_a_call_that_has_just_ended_cannot_be_given_up(table: CallTable) -> None
     assert table.take(call.call_id) is call
     assert not table.give_up(call)
     assert table.unanswered() == 0
-
-
-def test_a_call_that_somebody_else_answered_is_still_waited_for(table: CallTable) -> None:
-    call = table.open(peer(), "what", 0)
-    with pytest.raises(ProtocolError, match="that worker 'callee' got"):
-        table.received(peer("other"), reply_to(call.call_id))
-    assert not call.done()
-    table.received(call.peer, reply_to(call.call_id))
-    assert call.done()
 
 
 # ---- with a real loop

@@ -114,15 +114,6 @@ def test_a_follower_whose_last_task_ends_while_it_answers_the_leader_says_so(lea
     until(lambda: worker.said == ["entered", "report", "changed"])
 
 
-def test_who_waits_is_told_when_another_thread_closes_the_agent(leave: Leave) -> None:
-    worker = leave([LEADER, HERE])
-    waiting = worker.begin()
-    until(lambda: worker.said)
-    worker.close()
-    with pytest.raises(RpcTimeoutError, match="another thread has ended the agent"):
-        waiting.result(SOON)
-
-
 def test_who_begins_to_wait_when_the_agent_is_closed_is_told_so(leave: Leave) -> None:
     worker = leave([LEADER, HERE])
     worker.close()
@@ -131,9 +122,3 @@ def test_who_begins_to_wait_when_the_agent_is_closed_is_told_so(leave: Leave) ->
     worker.loop_thread.stop()
     with pytest.raises(RpcTimeoutError, match="another thread has ended the agent"):
         worker.departure.wait(0)
-
-
-def test_a_second_thread_that_wants_to_wait_is_refused(leave: Leave) -> None:
-    worker = leave(None)
-    assert worker.departure.claim()
-    assert not worker.departure.claim()

@@ -51,37 +51,6 @@ def test_a_future_that_has_failed_keeps_nothing_of_those_who_waited(
     assert held() is None
 
 
-def test_each_who_waits_for_a_failed_future_gets_an_error_like_the_one_it_has() -> None:
-    given: Exception = OSError(2, "no such thing", "name")
-    given.add_note("a note")
-    given.__cause__ = ValueError("why")
-    future: Future[None] = Future()
-    future.set_exception(given)
-    for _ in range(2):
-        with pytest.raises(FileNotFoundError) as caught:
-            future.wait()
-        got = caught.value
-        assert (got.errno, got.filename, got.__notes__, got.__cause__) == (
-            2, "name", ["a note"], given.__cause__
-        )  # fmt: skip
-
-
-class Coded(Exception):
-    """Its class makes its arguments of what it is given."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"failed with code {code}")
-        self.code = code
-
-
-def test_an_error_of_a_class_with_its_own_arguments_says_what_it_said() -> None:
-    future: Future[None] = Future()
-    future.set_exception(Coded(5))
-    with pytest.raises(Coded) as caught:
-        future.wait()
-    assert (caught.value.args, caught.value.code) == (("failed with code 5",), 5)
-
-
 class Speechless(Exception):
     """Its text cannot be had."""
 
@@ -102,29 +71,6 @@ def test_an_error_without_a_text_completes_all_that_wait_for_it(base: type[BaseE
 
 
 # ---- waiting without a future, as rpc_sync does
-
-
-def test_result_waits_for_the_reply_and_decodes_it(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
-    call = owner.call()
-    other_thread.submit(when_waiting(call, owner.answer, call, 42))
-    assert call.result() == 42
-    assert owner.decoding_threads == [threading.current_thread()]
-
-
-def test_result_raises_what_the_call_ended_with(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
-    call = owner.call()
-    other_thread.submit(when_waiting(call, owner.answer, call, KeyError("remote")))
-    with pytest.raises(KeyError, match="remote"):
-        call.result()
-
-
-def test_result_raises_when_the_time_is_over(owner: Owner) -> None:
-    call = owner.call(timeout=0.01)
-    with pytest.raises(
-        RpcTimeoutError, match="more than its timeout of 10 ms: what on worker 'callee' has not"
-    ):
-        call.result()
-    assert not owner.open
 
 
 def test_a_reply_that_comes_with_the_timeout_still_counts(
@@ -175,14 +121,6 @@ def test_a_waiting_thread_decodes_and_completes_itself(
     assert future.value() == 42
 
 
-def test_where_nobody_waits_an_executor_thread_completes(owner: Owner) -> None:
-    call, future = owner.future()
-    owner.answer(call, 42)
-    until(future.done)
-    assert future.wait() == 42
-    assert owner.decoding_threads[0].name.startswith("futures-")
-
-
 def test_a_reply_that_was_there_before_the_future_completes_it(owner: Owner) -> None:
     call = owner.call()
     owner.answer(call, 42)
@@ -206,16 +144,6 @@ def test_waiters_and_the_executor_may_race_for_the_reply(
         answering.result(SOON)
         assert owner.decoded == [call.call_id]
         assert len(told) == 1
-
-
-def test_the_remote_error_is_raised_as_itself(owner: Owner, other_thread: ThreadPoolExecutor) -> None:
-    call, future = owner.future()
-    other_thread.submit(when_waiting(call, owner.answer, call, lambda: fail(KeyError("remote"))))
-    for _ in range(2):
-        with pytest.raises(KeyError, match="remote"):
-            future.wait()
-    with pytest.raises(KeyError, match="remote"):
-        future.value()
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit("gone")])
@@ -278,36 +206,7 @@ def test_work_on_a_value_goes_on_at_its_arrival(owner: Owner) -> None:
     ]
 
 
-def test_a_future_of_ones_own_can_be_completed_and_waited_for(other_thread: ThreadPoolExecutor) -> None:
-    future: Future[int] = Future()
-    waiting = [other_thread.submit(future.wait) for _ in range(3)]
-    future.set_result(42)
-    assert [each.result(SOON) for each in waiting] == [42] * 3
-
-
 # ---- then
-
-
-def test_then_gives_a_future_of_what_the_callback_returns(
-    owner: Owner, other_thread: ThreadPoolExecutor
-) -> None:
-    call, future = owner.future()
-    chain = future.then(lambda done: done.value() + 1).then(lambda done: done.value() * 2)
-    assert isinstance(chain, Future)
-    waiting = other_thread.submit(chain.wait)
-    owner.answer(call, 20)
-    assert waiting.result(SOON) == 42
-    assert chain.then(lambda done: done.wait()).wait() == 42
-
-
-def test_an_error_in_a_callback_fails_the_future_of_then(owner: Owner) -> None:
-    call, future = owner.future()
-    following = future.then(lambda _: fail(KeyError("in the callback")))
-    owner.answer(call, 1)
-    with pytest.raises(RuntimeError, match="KeyError: 'in the callback'") as caught:
-        following.wait()
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert future.wait() == 1
 
 
 def test_then_refuses_what_cannot_be_called(owner: Owner) -> None:
@@ -358,16 +257,6 @@ def test_a_future_can_be_awaited_from_any_asyncio_loop(
     assert here == there == [41, 41, 41, 42]
 
 
-def test_awaiting_raises_the_remote_error(owner: Owner) -> None:
-    async def use() -> None:
-        call, future = owner.future()
-        owner.answer(call, lambda: fail(KeyError("remote")))
-        with pytest.raises(KeyError, match="remote"):
-            await future
-
-    asyncio.run(use())
-
-
 def test_a_cancelled_await_leaves_the_future_alone(owner: Owner) -> None:
     async def use() -> int:
         call, future = owner.future()
@@ -379,20 +268,6 @@ def test_a_cancelled_await_leaves_the_future_alone(owner: Owner) -> None:
         return value
 
     assert asyncio.run(use()) == 42
-
-
-def test_a_loop_that_ended_meanwhile_is_no_error(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
-    call, future = owner.future()
-
-    async def give_up() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.001):
-                await future
-
-    asyncio.run(give_up())
-    owner.answer(call, 42)
-    assert future.wait() == 42
-    assert not caplog.records
 
 
 # ---- Ctrl-C
@@ -483,26 +358,6 @@ class Unlike(OSError):
 
     def __init__(self) -> None:
         super().__init__("unlike", "others")
-
-
-@pytest.mark.parametrize("error", [KeyError("remote"), RpcTimeoutError("late")], ids=repr)
-def test_nothing_is_kept_of_those_who_have_waited_for_what_failed(owner: Owner, error: Exception) -> None:
-    class Kept:
-        pass
-
-    def wait() -> weakref.ref[Kept]:
-        kept, (call, future) = Kept(), owner.future()
-        following = future.then(lambda done: done.value())
-        call.settle(error)
-        owner.open.clear()
-        for each in (future, following):
-            with pytest.raises((type(error), RuntimeError)):
-                each.wait()
-        return weakref.ref(kept)
-
-    kept = wait()
-    gc.collect()
-    assert kept() is None
 
 
 def test_what_cannot_be_copied_is_raised_itself(owner: Owner) -> None:

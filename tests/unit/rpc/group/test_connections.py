@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from rpc.errors import WorkerLostError
-from rpc.group.connections import CRASHED
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
 from rpc.testing.memory_transport import MemoryNetwork, MemoryTransport
@@ -133,29 +132,6 @@ def test_who_leaves_says_so_after_everything_else(
         right.send(left, 1)
 
 
-def test_whose_program_has_crashed_is_worth_a_warning(
-    make_node: MakeNode, caplog: pytest.LogCaptureFixture
-) -> None:
-    left, right = pair(make_node)
-    left.send(right, 1)
-    right.wait_until(lambda: right.received)
-    left.leave(f"{CRASHED}, ValueError: no")
-    right.wait_gone()
-    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warning.getMessage() == f"worker 'right': worker 'left' (id 0) is gone: {CRASHED}, ValueError: no"
-
-
-def test_who_is_lost_gets_no_more_messages_and_the_connection_is_closed(make_node: MakeNode) -> None:
-    left, right = pair(make_node)
-    left.send(right, 1)
-    right.wait_until(lambda: right.received)
-    right.on_loop(right.connections.lose, right.peers[left.member.incarnation], "it was given up")
-    right.on_loop(right.connections.lose, right.peers[left.member.incarnation], "twice")
-    assert right.gone == [("left", "it was given up")]
-    assert left.wait_gone()[0] == "right"
-    until(lambda: right.open_connections() == [])
-
-
 @contextlib.contextmanager
 def stuck(node: Node) -> Iterator[None]:
     """A worker's loop does nothing meanwhile."""
@@ -179,16 +155,6 @@ def is_closed(connection: Connection) -> bool:
     except ConnectionClosed:
         return True
     return False
-
-
-def test_leaving_waits_for_nobody_for_ever(make_node: MakeNode) -> None:
-    left, right = pair(make_node)
-    left.connections.farewell_seconds = 0.05
-    left.send(right, 1)
-    right.wait_until(lambda: right.received)
-    with stuck(right):
-        left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
-        left.leave()
 
 
 def test_leaving_that_is_cancelled_closes_what_its_peers_do_not_read(
@@ -328,3 +294,13 @@ def test_who_leaves_and_comes_back_under_its_name_may_be_heard_before_its_goodby
     before.leave()
     node.wait_until(lambda: ("worker", 2) in node.received)
     assert again.gone == []
+
+
+def test_leaving_waits_for_nobody_for_ever(make_node: MakeNode) -> None:
+    left, right = pair(make_node)
+    left.connections.farewell_seconds = 0.05
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    with stuck(right):
+        left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
+        left.leave()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,14 +39,31 @@ class Desk:
         self.neighbours = Neighbours(lambda: {5000: 4711}, lambda _: self.signs)
         self.peer = Peer(member("callee", 1, None, "tcp:127.0.0.1:5000"), codec(), lambda _: None)
         self.peer.link.process = process
-        loop: Any = SimpleNamespace(call_later=lambda *_: None)
+        self.pauses: list[float] = []
+        self.attempts = 0
+        loop: Any = SimpleNamespace(call_later=self._call_later, create_task=self._begin)
         self.dialler = Dialler(loop, {}, self)
+
+    def _call_later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
+        self.pauses.append(seconds)
+        self._after_pause = functools.partial(function, *args)
+
+    def pass_pause(self) -> None:
+        """Let the pause go by that has just begun, if one has."""
+        if self.peer.link.paused:
+            self.now += self.pauses[-1]
+            self._after_pause()
+
+    def _begin(self, attempt: Coroutine[Any, Any, None]) -> Any:
+        self.attempts += 1
+        attempt.close()
+        return Mock()
 
     def reached(self, peer: Peer, connection: object) -> None:
         raise AssertionError("nobody is reached")
 
     def peer_broke(self, peer: Peer) -> None:
-        raise AssertionError("nothing was connected")
+        """It is connected again."""
 
     def lose(self, peer: Peer, reason: str) -> None:
         self.lost.append(reason)
@@ -110,3 +130,23 @@ def test_clock_stands_still_while_this_process_waits_for_a_core_and_never_goes_b
     now = iter([10.0, 12.0, 13.0, 14.0])
     own_time = OwnTime(lambda: next(now), lambda: next(waited))
     assert [own_time() for _ in range(4)] == [10.0, 10.0, 11.0, 11.0]
+
+
+@pytest.mark.parametrize("progresses", [False, True])
+def test_a_connection_that_breaks_at_once_is_made_again_after_a_pause_unless_something_came_over_it(
+    progresses: bool,
+) -> None:
+    desk = Desk()
+    session, link = desk.peer.session, desk.peer.link
+    for _ in range(100):
+        if desk.lost:
+            break
+        assert link.accept(desk.now)
+        session.connect(session.connections + 1, 0, ())
+        if progresses:
+            session.take_in()
+        desk.dialler.broke(desk.peer, "cut")
+        desk.pass_pause()
+    assert bool(desk.pauses) is not progresses
+    assert desk.attempts == (100 if progresses else 1 + len(desk.pauses))
+    assert bool(desk.lost) is not progresses

@@ -104,3 +104,19 @@ def test_no_attempt_is_made_during_a_pause() -> None:
     assert not link.dial()
     link.resume()
     assert link.dial()
+
+
+def test_connections_that_break_at_once_are_made_again_after_growing_pauses_and_not_for_ever() -> None:
+    link, now, pauses = Link(), 100.0, []
+    while True:
+        assert link.accept(now)
+        verdict = link.broke("cut", now, patience=30.0, progressed=False)
+        if isinstance(verdict, GiveUp):
+            break
+        assert verdict is not None
+        pauses.append(verdict)
+        now += verdict
+    assert pauses[:5] == [0.0, 0.005, 0.01, 0.02, 0.04]
+    assert max(pauses) == 2.0
+    assert 28 < sum(pauses) < 33
+    assert "as soon as it was connected" in verdict.reason

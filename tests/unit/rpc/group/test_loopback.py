@@ -9,12 +9,12 @@ import pytest
 
 from rpc.group.loopback import Loopback
 from rpc.runtime.loop import LoopThread
-from rpc.transport.base import ConnectionClosed, SilentOwner
+from rpc.transport.base import ConnectionClosed, ConnectionOwner
 from rpc.wire.frames import Frame, Kind, encode_small
 from tests.support.streams import until
 
 
-class Owner(SilentOwner):
+class Owner(ConnectionOwner):
     def __init__(self) -> None:
         self.received: list[tuple[str, Frame]] = []
         self.lost: list[str] = []

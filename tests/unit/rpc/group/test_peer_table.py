@@ -14,9 +14,9 @@ from rpc.group.membership import Membership
 from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member
 from rpc.runtime.events import Events
-from rpc.transport.base import ConnectionClosed, DirectConnection
 from rpc.wire.frames import Kind, encode_small
 from tests.support.members import ask_nobody, codec, member, peer
+from tests.support.streams import Recording
 
 
 def here(function: Callable[[Member], Peer], each: Member) -> Peer:
@@ -78,25 +78,11 @@ def test_a_member_can_be_named_while_the_loop_is_about_to_make_its_peer() -> Non
     assert peers.ensure(newcomer) is found
 
 
-class Recording(DirectConnection):
-    """A connection that remembers what is sent; one that is broken takes nothing large any more."""
-
-    def __init__(self, *, broken: bool = False) -> None:
-        super().__init__("the other side")
-        self.sent: list[bytes] = []
-        self._broken = broken
-
-    def pass_on(self, frame: bytearray) -> None:
-        if self._broken and len(frame) > 100:
-            raise ConnectionClosed("it has just failed to write")
-        self.sent.append(bytes(frame))
-
-
 def test_what_a_connection_that_breaks_at_once_does_not_take_goes_over_the_next() -> None:
     other = peer()
     for text in (b"a", b"b" * 1000, b"c"):
         other.send((text,), len(text))
-    broken, good = Recording(broken=True), Recording()
+    broken, good = Recording(is_broken=True), Recording()
     other.established(broken)
     assert broken.sent == [b"a", b"c"]
     other.disconnected()
@@ -105,25 +91,10 @@ def test_what_a_connection_that_breaks_at_once_does_not_take_goes_over_the_next(
     assert good.sent == [b"b" * 1000, b"d"]
 
 
-class Breaking(DirectConnection):
-    """A connection that breaks before it has written what it was given last."""
-
-    def __init__(self, queued: list[bytes]) -> None:
-        super().__init__("a worker")
-        self.queued = queued
-        self.passed: list[bytes] = []
-
-    def pass_on(self, frame: bytearray) -> None:
-        self.passed.append(bytes(frame))
-
-    def remains(self) -> list[bytes]:
-        return self.queued
-
-
 def test_what_a_broken_connection_had_only_queued_goes_first_over_the_next() -> None:
     other = peer("other", 1)
-    queued, next_one = encode_small(Kind.CALL, 1, {}, ()), Breaking([])
-    other.established(Breaking([queued]))
+    queued, next_one = encode_small(Kind.CALL, 1, {}, ()), Recording()
+    other.established(Recording(queued))
     other.disconnected()
     other.established(next_one, 2, 0)
-    assert next_one.passed[0] == queued
+    assert next_one.sent[0] == queued

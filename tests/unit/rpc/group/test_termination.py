@@ -53,14 +53,6 @@ def probes(wave: int, *to: int, dead: Sequence[int] = ()) -> list[Action]:
     return [SendToWorker(peer, [0, "probe", wave, list(dead)]) for peer in sorted(to)]
 
 
-def test_a_busy_worker_is_not_asked_again_before_it_says_that_something_changed() -> None:
-    leader, (peer,) = entered(2)
-    assert report(leader, peer, 1, active=2) == []
-    assert leader.next_tick is None
-    assert leader.became_idle(IDLE) == []
-    assert leader.receive(peer, [0, "changed"], 10.0, IDLE) == probes(2, peer)
-
-
 def test_a_worker_that_was_busy_when_asked_says_once_that_it_is_idle() -> None:
     group = members(2)
     worker, leader = Termination(group[1], group), group[0].incarnation
@@ -128,15 +120,6 @@ def test_timeout_names_who_has_not_entered() -> None:
     assert leader.tick(4.9, IDLE) == []
     assert leader.tick(5.0, IDLE) == [
         Failed("shutdown timed out: not in shutdown: worker 'worker2', worker 'worker3'")
-    ]
-
-
-def test_timeout_names_who_is_busy() -> None:
-    leader, (one, two) = entered(3, timeout=5.0)
-    report(leader, one, 1, active=3)
-    report(leader, two, 1)
-    assert leader.tick(5.0, IDLE) == [
-        Failed("shutdown timed out: still busy: worker 'worker1' (3 under way)")
     ]
 
 

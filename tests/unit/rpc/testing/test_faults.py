@@ -9,7 +9,7 @@ import pytest
 
 from rpc.testing.faults import Faults, FaultyConnection, InjectedFaultError
 from rpc.testing.memory_transport import MemoryConnection, MemoryNetwork
-from rpc.transport.base import SilentOwner
+from rpc.transport.base import ConnectionOwner
 from rpc.wire.frames import Kind, encode_small
 
 
@@ -39,7 +39,7 @@ def send(faults: Faults, *frames: bytes) -> tuple[MemoryConnection, Sending]:
     network, sender = MemoryNetwork(), Sending()
     here, there = MemoryConnection("there", network, ""), MemoryConnection("here", network, "")
     here.other, there.other = there, here
-    here.start(SilentOwner())
+    here.start(ConnectionOwner())
     connection = FaultyConnection.between(here, faults, sender)
     for frame in frames:
         connection.send_small(frame, 0)

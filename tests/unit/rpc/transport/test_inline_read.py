@@ -17,7 +17,7 @@ from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.runtime.loop import LoopThread
 from rpc.transport import inline_read
 from rpc.transport.base import ConnectionClosed
-from rpc.wire.frames import PREAMBLE, Kind, encode
+from rpc.wire.frames import PREAMBLE, Kind
 from tests.support.inline_end import ANYWHERE, ON_LOOP, End, frame
 from tests.support.stepping import Step
 from tests.support.streams import (
@@ -30,8 +30,6 @@ from tests.support.streams import (
     send,
     until,
 )
-
-pytestmark = pytest.mark.skipif(not inline_read.AVAILABLE, reason="only the loop reads here")
 
 
 @pytest.fixture
@@ -50,17 +48,6 @@ def test_a_waiting_thread_reads_its_reply_itself(end: End) -> None:
     assert call.result() == b"mine"
     assert end.frames == []
     end.loop_reads()
-
-
-@pytest.mark.parametrize(
-    "reply", [encode(Kind.REPLY, 1, {}, [])[0], encode(Kind.FAILURE, 1, {"a": 1}, [b"p", b"elements"])[0]]
-)
-def test_a_reply_may_have_a_header_and_several_buffers_or_none(end: End, reply: list[bytes]) -> None:
-    call = end.reserved()
-    end.there.sendall(b"".join(reply))
-    call.wait()
-    assert end.frames == []
-    assert call.outcome == (*call.outcome[:3], [bytes(each) for each in call.outcome[3]], 0)  # type: ignore[index]
 
 
 def test_what_any_thread_may_take_in_is_taken_in_on_the_way(end: End) -> None:
@@ -141,23 +128,6 @@ def test_one_thread_reads_and_others_sleep_until_it_has_read_their_replies(end: 
         end.there.sendall(b"".join(frame(Kind.REPLY, call.call_id) for call in [*calls, first]))
         first.wait()
         assert [each.result(SOON) for each in waiting] == [b"payload"] * 3
-    end.loop_reads()
-
-
-def test_the_deadline_ends_the_wait(end: End) -> None:
-    end.ready()
-    with pytest.raises(RpcTimeoutError):
-        end.call(timeout=0.01).result()
-    end.loop_reads()
-
-
-def test_who_ends_the_call_otherwise_wakes_the_thread(end: End) -> None:
-    with ThreadPoolExecutor(1) as other:
-        call = end.call()
-        waiting = other.submit(call.wait)
-        until(end.reader.is_read_by_thread)
-        call.settle(ValueError("ended"))
-        waiting.result(SOON)
     end.loop_reads()
 
 
@@ -263,6 +233,10 @@ def test_a_signal_handler_may_make_a_call_before_any_instruction_and_each_frame_
 # ---- idle threads
 
 
+Idle = Callable[[], Callable[[float], int | None]]
+"""Has an idle thread wait; returns a function that waits for the call that this thread is to run."""
+
+
 @pytest.fixture
 def idle(end: End) -> Iterator[Callable[[], int | None]]:
     """Waits on another thread that has nothing else to do; gives the next call that it is to run."""
@@ -276,9 +250,7 @@ def idle(end: End) -> Iterator[Callable[[], int | None]]:
         yield wait  # type: ignore[misc]
 
 
-def test_an_idle_thread_gets_the_first_request_and_others_the_rest(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_gets_the_first_request_and_others_the_rest(end: End, idle: Idle) -> None:
     result = idle()
     end.there.sendall(frame(Kind.CALL, 3) + frame(Kind.CALL, 4))
     assert result(SOON) == 3
@@ -287,9 +259,7 @@ def test_an_idle_thread_gets_the_first_request_and_others_the_rest(
     end.loop_reads()
 
 
-def test_an_idle_thread_waits_on_when_there_was_nothing_to_do(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_waits_on_when_there_was_nothing_to_do(end: End, idle: Idle) -> None:
     result = idle()
     end.meanwhile = lambda: end.there.sendall(frame(Kind.CALL, 3))
     end.there.sendall(frame(ANYWHERE, 1))
@@ -297,9 +267,7 @@ def test_an_idle_thread_waits_on_when_there_was_nothing_to_do(
     end.loop_reads()
 
 
-def test_an_idle_thread_reads_an_expected_frame_before_it_runs_a_task(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_reads_an_expected_frame_before_it_runs_a_task(end: End, idle: Idle) -> None:
     def next_frame_comes() -> None:
         end.reader.expected = True
         end.there.sendall(frame(ANYWHERE, 1))
@@ -312,9 +280,7 @@ def test_an_idle_thread_reads_an_expected_frame_before_it_runs_a_task(
     end.loop_reads()
 
 
-def test_an_idle_thread_that_expects_a_frame_leaves_to_the_loop_what_needs_it(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_that_expects_a_frame_leaves_to_the_loop_what_needs_it(end: End, idle: Idle) -> None:
     def next_frame_comes() -> None:
         end.reader.expected = True
         end.there.sendall(frame(ANYWHERE, 3))
@@ -327,9 +293,7 @@ def test_an_idle_thread_that_expects_a_frame_leaves_to_the_loop_what_needs_it(
     end.loop_reads()
 
 
-def test_an_idle_thread_leaves_to_the_loop_what_needs_it(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_leaves_to_the_loop_what_needs_it(end: End, idle: Idle) -> None:
     result = idle()
     end.there.sendall(frame(ON_LOOP, 1) + frame(Kind.CALL, 3))
     assert result(SOON) is None
@@ -355,9 +319,7 @@ def test_what_an_idle_thread_leaves_to_the_loop_stays_when_it_wants_to_wait_agai
     end.loop_reads()
 
 
-def test_an_idle_thread_gives_way_to_who_waits_for_a_reply(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_gives_way_to_who_waits_for_a_reply(end: End, idle: Idle) -> None:
     result = idle()
     call = end.call()
     threading.Timer(0.01, end.there.sendall, [frame(Kind.REPLY, call.call_id)]).start()
@@ -368,9 +330,7 @@ def test_an_idle_thread_gives_way_to_who_waits_for_a_reply(
     end.loop_reads()
 
 
-def test_an_idle_thread_is_called_back_or_waits_for_a_while_only(
-    end: End, idle: Callable[[], Callable[[float], int | None]]
-) -> None:
+def test_an_idle_thread_is_called_back_or_waits_for_a_while_only(end: End, idle: Idle) -> None:
     result = idle()
     end.reader.wake()
     assert result(SOON) is None
@@ -409,15 +369,6 @@ def test_a_thread_that_reads_is_woken_by_the_end_and_the_descriptor_goes_when_it
         waiting.result(SOON)
     assert isinstance(call.outcome, WorkerLostError)
     until(lambda: end.here.fileno() == -1)
-
-
-def test_what_came_before_the_end_is_taken_in(end: End) -> None:
-    call = end.reserved()
-    end.there.sendall(frame(ON_LOOP, 1) + frame(Kind.REPLY, call.call_id, b"mine"))
-    end.there.close()
-    assert call.result() == b"mine"
-    assert end.reason() == "the connection was closed by the other side"
-    assert end.taken == [1]
 
 
 def test_a_thread_that_has_claimed_a_connection_which_is_lost_before_it_waits_lets_go_of_it(end: End) -> None:
@@ -461,18 +412,6 @@ def test_a_reset_that_comes_while_a_thread_reads_is_told_as_one(
     assert end.taken == ([1] if data else [])
 
 
-@pytest.mark.parametrize("family", ["unix", "tcp"])
-def test_data_followed_by_a_reset_is_noticed(loop: LoopThread, sockets: Sockets, family: str) -> None:
-    for _ in range(10):
-        here, there = sockets(family)
-        owner = Recorder()
-        connection = open_connection(loop, here, owner)
-        send(connection, {}, b"never read, so that the end is a reset")
-        there.sendall(PREAMBLE + frame(Kind.CALL, 1))
-        there.close()
-        assert owner.reason()
-
-
 def test_without_descriptors_left_the_loop_reads_and_it_is_not_tried_for_every_call(
     loop: LoopThread, sockets: Sockets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -494,3 +433,20 @@ def test_without_descriptors_left_the_loop_reads_and_it_is_not_tried_for_every_c
     until(lambda: connection.reader and connection.reader.claim())
     connection.reader.leave()
     loop.call(connection.close, "end of the test")
+
+
+def test_the_deadline_ends_the_wait(end: End) -> None:
+    end.ready()
+    with pytest.raises(RpcTimeoutError):
+        end.call(timeout=0.01).result()
+    end.loop_reads()
+
+
+def test_who_ends_the_call_otherwise_wakes_the_thread(end: End) -> None:
+    with ThreadPoolExecutor(1) as other:
+        call = end.call()
+        waiting = other.submit(call.wait)
+        until(end.reader.is_read_by_thread)
+        call.settle(ValueError("ended"))
+        waiting.result(SOON)
+    end.loop_reads()

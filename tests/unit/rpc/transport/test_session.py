@@ -38,14 +38,6 @@ def break_often(seed: int) -> None:
     assert taken == [b"%d" % number for number in range(made)]
 
 
-@pytest.mark.parametrize("count", [0, 4])
-def test_who_cannot_have_taken_in_so_many_is_found_out(count: int) -> None:
-    session = broken_after(b"1", b"2", b"3")
-    session.acknowledged(1)
-    with pytest.raises(ProtocolError, match="it has taken in"):
-        session.resume(count, [])
-
-
 def test_an_acknowledgement_may_come_before_its_writer_has_noted_the_message() -> None:
     session = Session()
     session.note(b"1")
@@ -71,10 +63,6 @@ def broken_after(*sent: bytes) -> Session:
     for message in sent:
         session.note(message)
     return session
-
-
-def test_what_was_not_taken_in_is_sent_again_before_what_was_not_sent() -> None:
-    assert broken_after(b"1", b"2").resume(1, [b"3"]) == [b"2", b"3"]
 
 
 def test_a_message_that_arrived_before_its_writer_was_told_is_not_sent_again() -> None:

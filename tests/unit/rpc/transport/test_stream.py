@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from rpc.runtime.loop import LoopThread
-from rpc.transport import byte_stream
 from rpc.transport.base import ConnectionClosed
 from rpc.transport.stream import StreamConnection
-from rpc.wire.frames import PREAMBLE, encode
+from rpc.wire.frames import PREAMBLE
 from tests.support.streams import (
     SOON,
     TINY_BUFFER,
@@ -46,11 +43,9 @@ def in_threads(*functions: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("gil", ["kept", "released"])
 def test_frames_of_several_threads_never_interleave_and_each_threads_stay_in_order(
-    loop: LoopThread, sockets: Sockets, family: str, gil: str, monkeypatch: pytest.MonkeyPatch
+    loop: LoopThread, sockets: Sockets, family: str
 ) -> None:
-    monkeypatch.setattr(byte_stream, "AVAILABLE", gil == "kept")
     pair = Pair(loop, sockets(family, TINY_BUFFER))
     sizes = [0, 10, 3000, 70_000, 5, 200_000, 1, 65_000, 66_000]  # several times the socket's buffer
 
@@ -72,32 +67,6 @@ def test_frames_of_several_threads_never_interleave_and_each_threads_stay_in_ord
                 expected = bytes([(thread * 50 + frame.header["index"]) % 256]) * size
                 assert frame.buffers == [expected]
     pair.close()
-
-
-def test_a_frame_from_another_thread_sent_after_ours_arrives_after_ours(
-    loop: LoopThread, sockets: Sockets
-) -> None:
-    pair = Pair(loop, sockets(buffer_bytes=TINY_BUFFER))
-    for index in range(20):
-        send(pair.here, {"index": 2 * index}, b"x" * 20_000)
-        in_threads(functools.partial(send, pair.here, {"index": 2 * index + 1}, b"x"))
-    assert [header["index"] for header in headers(pair.there_owner.wait_for(40))] == list(range(40))
-    pair.close()
-
-
-def test_many_segments_and_empty_ones_are_written_in_full(loop: LoopThread, sockets: Sockets) -> None:
-    pair = Pair(loop, sockets(buffer_bytes=TINY_BUFFER))
-    segments = [bytes([index % 256]) * (index % 2 * 900) for index in range(400)]
-    buffers, size = stream_frame(segments)
-    pair.here.send(buffers, size)
-    (frame,) = pair.there_owner.wait_for(1)
-    assert [bytes(segment) for segment in frame.buffers] == segments
-    pair.close()
-
-
-def stream_frame(segments: list[bytes]) -> tuple[list[Any], int]:
-
-    return encode(5, 0, {}, [memoryview(segment) for segment in segments])
 
 
 # ---- the end
@@ -130,23 +99,8 @@ def test_the_end_of_the_stream_is_told_once_and_does_not_keep_the_poller_spinnin
         send(connection, {})
 
 
-def test_an_end_in_the_middle_of_a_large_frame_is_told(loop: LoopThread, sockets: Sockets) -> None:
-    here, there = sockets()
-    owner = Recorder()
-    open_connection(loop, here, owner)
-    skip_preamble(there)
-    there.sendall(PREAMBLE + frame_bytes({}, b"x" * 2_000_000)[:1000])
-    there.close()
-    assert owner.reason() == "the connection was closed by the other side"
-    assert owner.frames == []
-
-
-@pytest.mark.parametrize("gil", ["kept", "released"])
 @pytest.mark.parametrize("data", [b"", PREAMBLE + frame_bytes({"last": 1})], ids=["nothing", "data"])
-def test_a_reset_is_told_as_one(
-    loop: LoopThread, sockets: Sockets, data: bytes, gil: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(byte_stream, "AVAILABLE", gil == "kept")
+def test_a_reset_is_told_as_one(loop: LoopThread, sockets: Sockets, data: bytes) -> None:
     here, there = sockets("tcp")
     owner = Recorder()
     open_connection(loop, here, owner, over_network=True)
@@ -171,45 +125,6 @@ def test_a_reset_that_a_writer_is_told_of_first_is_told_as_one(
 
     loop.call(write_first)
     assert owner.reason() == "the connection broke: Connection reset by peer"
-
-
-def test_within_a_host_who_closes_without_having_read_everything_has_closed(
-    loop: LoopThread, sockets: Sockets
-) -> None:
-    here, there = sockets("unix")
-    owner = Recorder()
-    connection = open_connection(loop, here, owner)
-    send(connection, {}, b"never read")
-    there.close()
-    assert owner.reason() == "the connection was closed by the other side"
-
-
-def test_garbage_closes_the_connection_saying_what_came(loop: LoopThread, sockets: Sockets) -> None:
-    here, there = sockets()
-    owner = Recorder()
-    open_connection(loop, here, owner)
-    there.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert "does not speak farcall's protocol" in owner.reason()
-    skip_preamble(there)
-    assert there.recv(1) == b""
-
-
-def test_frames_are_small_until_the_limit_is_raised(loop: LoopThread, sockets: Sockets) -> None:
-    here, there = sockets()
-    owner = Recorder()
-    connection = open_connection(loop, here, owner)
-    loop.call(connection.set_frame_limits, 1000, 1000)
-    there.sendall(PREAMBLE + frame_bytes({}, b"x" * 900) + frame_bytes({}, b"x" * 1001))
-    assert owner.reason() == "a frame of 1001 bytes is over the limit of 1000"
-
-
-def test_closing_twice_is_told_once(loop: LoopThread, sockets: Sockets) -> None:
-    here, _ = sockets()
-    owner = Recorder()
-    connection = open_connection(loop, here, owner)
-    loop.call(connection.close, "first")
-    loop.call(connection.close, "second")
-    assert owner.reason() == "first"
 
 
 def test_close_with_flush_sends_what_is_queued_first(loop: LoopThread, sockets: Sockets) -> None:
@@ -242,4 +157,21 @@ def test_close_with_flush_gives_up_when_the_peer_is_gone(loop: LoopThread, socke
     assert owner.reason()
 
 
-# ---- into memory of others
+def test_within_a_host_who_closes_without_having_read_everything_has_closed(
+    loop: LoopThread, sockets: Sockets
+) -> None:
+    here, there = sockets("unix")
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    send(connection, {}, b"never read")
+    there.close()
+    assert owner.reason() == "the connection was closed by the other side"
+
+
+def test_closing_twice_is_told_once(loop: LoopThread, sockets: Sockets) -> None:
+    here, _ = sockets()
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    loop.call(connection.close, "first")
+    loop.call(connection.close, "second")
+    assert owner.reason() == "first"

@@ -113,99 +113,6 @@ def test_frames_of_any_size_go_both_ways(make_side: MakeSide, authority: Authori
         assert [found[len(body)] for body in bodies] == bodies
 
 
-def test_threads_write_while_the_loop_reads(make_side: MakeSide, authority: Authority) -> None:
-    here, there = make_side(authority.issue()), make_side(authority.issue())
-    connection = here.connect(there)
-    send(connection, {"first": 1})
-    there.owner.wait_for(1)
-    back = there.connections[0]
-
-    def talk(sender: Connection, number: int) -> None:
-        for index in range(50):
-            buffers, size = encode(Kind.EXTENSION, number, {"n": index}, (bytes([index]) * (index * 999),))
-            sender.send(buffers, size)
-
-    threads = [
-        threading.Thread(target=talk, args=(sender, n)) for sender in (connection, back) for n in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    for owner, before in ((there.owner, 1), (here.owner, 0)):
-        for frame in owner.wait_for(before + 200)[before:]:
-            index = frame.header["n"]
-            assert bytes(frame.buffers[0]) == bytes([index]) * (index * 999)
-
-
-def test_what_is_sent_cannot_be_read_on_the_network(
-    make_side: MakeSide, authority: Authority, sockets: Sockets
-) -> None:
-    contexts = TlsContexts.of(authority.issue())
-    client_side, server_side = sockets("tcp")
-    for each in (client_side, server_side):
-        each.settimeout(SOON)
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server = contexts.server.wrap_bio(incoming, outgoing, server_side=True)
-
-    def shake_hands() -> None:
-        while True:
-            try:
-                server.do_handshake()
-                return
-            except ssl.SSLWantReadError:
-                server_side.sendall(outgoing.read())
-                incoming.write(server_side.recv(1 << 20))
-
-    thread = threading.Thread(target=shake_hands)
-    thread.start()
-    stream = TlsStream(NO_LOOP, contexts.client.wrap_socket(client_side))
-    thread.join(SOON)
-    with contextlib.closing(stream):
-        assert stream.write([b"a secret", b" in two pieces"]) == 22
-        seen = server_side.recv(1 << 20)
-    assert b"secret" not in seen
-    incoming.write(seen)
-    assert server.read(100) == b"a secret in two pieces"
-    assert server.version() == "TLSv1.3"
-
-
-def test_a_write_that_is_not_taken_goes_on_with_the_same_bytes(
-    make_side: MakeSide, authority: Authority, sockets: Sockets
-) -> None:
-    contexts = TlsContexts.of(authority.issue())
-    near, far = sockets("tcp", 4096)
-    for each in (near, far):
-        each.setblocking(True)
-    server = threading.Thread(target=lambda: done.append(contexts.server.wrap_socket(far, server_side=True)))
-    done: list[ssl.SSLSocket] = []
-    server.start()
-    client = contexts.client.wrap_socket(near)
-    server.join(SOON)
-    stream, (other,) = TlsStream(NO_LOOP, client), done
-    data = random.Random(2).randbytes(1 << 20)
-    received = bytearray()
-
-    def receive() -> None:
-        while part := other.recv(1 << 16):
-            received.extend(part)
-
-    reader = threading.Thread(target=receive)
-    left = memoryview(data)
-    taken = 1
-    while taken:
-        taken = stream.write([left[:1000], left[1000:]])
-        left = left[taken:]
-    reader.start()
-    while left:
-        left = left[stream.write([left[:7], left[7:]]) :]
-    client.shutdown(socket.SHUT_WR)
-    reader.join(SOON)
-    stream.close()
-    other.close()
-    assert bytes(received) == data
-
-
 def test_who_has_a_certificate_of_another_authority_is_turned_away(
     make_side: MakeSide, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -324,6 +231,33 @@ def connected(authority: Authority, sockets: Sockets, buffer: int) -> tuple[TlsS
     client = contexts.client.wrap_socket(near)
     server.join(SOON)
     return TlsStream(NO_LOOP, client), done[0]
+
+
+def test_a_write_that_is_not_taken_goes_on_with_the_same_bytes(
+    authority: Authority, sockets: Sockets
+) -> None:
+    stream, other = connected(authority, sockets, 4096)
+    data = random.Random(2).randbytes(1 << 20)
+    received = bytearray()
+
+    def receive() -> None:
+        while part := other.recv(1 << 16):
+            received.extend(part)
+
+    reader = threading.Thread(target=receive)
+    left = memoryview(data)
+    taken = 1
+    while taken:
+        taken = stream.write([left[:1000], left[1000:]])
+        left = left[taken:]
+    reader.start()
+    while left:
+        left = left[stream.write([left[:7], left[7:]]) :]
+    stream.socket.shutdown(socket.SHUT_WR)
+    reader.join(SOON)
+    stream.close()
+    other.close()
+    assert bytes(received) == data
 
 
 def test_memory_of_the_caller_may_change_while_its_bytes_wait(authority: Authority, sockets: Sockets) -> None:

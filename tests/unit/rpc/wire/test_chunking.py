@@ -115,12 +115,6 @@ def sizes_of_chunks(sender: Outgoing) -> list[int]:
     return sizes
 
 
-def test_a_small_message_waits_for_one_chunk_at_most() -> None:
-    sender = outgoing()
-    sender.add(chunked(*encode(*call(bytes(8 * CHUNK_BYTES))), 1))
-    assert sizes_of_chunks(sender) == [CHUNK_BYTES // SHORT_CHUNK_BYTES] * 8
-
-
 def test_chunks_are_short_for_a_while_after_a_small_message() -> None:
     sender = outgoing()
     sender.add(chunked(*encode(*call(bytes(80 << 20))), 1))
@@ -131,14 +125,6 @@ def test_chunks_are_short_for_a_while_after_a_small_message() -> None:
     assert sizes[:512] == [1] * 512
     assert set(sizes[512:]) == {long}
     assert sum(sizes) * SHORT_CHUNK_BYTES == (80 << 20) - CHUNK_BYTES
-
-
-def test_messages_take_turns() -> None:
-    sender = outgoing()
-    for number in range(3):
-        sender.add(chunked(*encode(*call(bytes(3 * CHUNK_BYTES))), number))
-    numbers = [bytes(sender.next()[0][-frames.PREFIX_BYTES :])[8] for _ in range(9)]
-    assert [sorted(numbers[at : at + 3]) for at in (0, 3, 6)] == [[0, 1, 2]] * 3
 
 
 def test_no_more_is_opened_than_the_peer_accepts_but_one_message_always_is() -> None:

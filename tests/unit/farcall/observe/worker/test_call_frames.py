@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from farcall.observe.worker.call_frames import running
-from rpc.agent.received_requests import Request
-from rpc.agent.request_runner import RequestRunner
+from rpc.agent.answers import Request
+from rpc.agent.received_requests import ReceivedRequests
 from rpc.agent.tape import Tracing
 from rpc.runtime.events import Events
 from rpc.wire.frames import Frame, Kind
@@ -42,9 +42,8 @@ def test_what_runs_is_named_with_who_asked_for_it() -> None:
 
     peer: Any = SimpleNamespace(name="caller")
     request = Request(peer, Frame(Kind.CALL, 5, {}, [b"asked"], codec=7))
-    parts: Any = (SimpleNamespace(own=SimpleNamespace(name="callee")), None, Tracing(), Events())
-    absent: Any = (None, None, None)
-    callee = RequestRunner(*parts, *absent)
+    parts: Any = (SimpleNamespace(unanswered={}), None, None, Tracing(), Events(), None, None)
+    callee = ReceivedRequests(*parts)
     thread = threading.Thread(target=callee.start, args=(wait, (), {}, request))
     thread.start()
     begun.wait()

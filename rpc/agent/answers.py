@@ -1,4 +1,4 @@
-"""Answers requests of other workers, with a value or with an exception.
+"""A request of another worker, and the answer to it: a value, or an exception.
 
 If a value cannot be sent, the answer is the error that says why. An exception that is too large is replaced
 by its description.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any, Final
 
 import torch
 
+from rpc.agent.border import Enclosure
 from rpc.agent.calls import name_of
 from rpc.agent.dispatcher import Dispatcher, Sender
-from rpc.agent.received_requests import ReceivedRequests, Request
 from rpc.agent.tape import Observation, Recording, Tracing, note
 from rpc.errors import (
     GivenUpError,
@@ -36,9 +37,9 @@ from rpc.runtime.tracebacks import place_of
 from rpc.serialization.failures import beginning_of, text_of
 from rpc.serialization.payload import Payload
 from rpc.serialization.serializer import Serializer
-from rpc.wire.frames import Kind
+from rpc.wire.frames import Frame, Kind
 
-__all__ = ["Answer", "AnswerSender"]
+__all__ = ["Answer", "Answers", "Request"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,19 +50,71 @@ _SHOWN_OF_ERROR: Final = 50
 """Maximum number of characters of an error in the log; the caller gets all of them."""
 
 
-class AnswerSender:
+class Request:
+    """A call that has arrived: its caller, its message, and the objects beside the pickle.
+
+    ``recording`` is its recording, once it is loaded; ``task`` runs its coroutine, if it has one.
+    ``cancelled``: whether its caller has cancelled it, or it has failed. ``failure``: why it cannot begin.
+    ``began``: when it arrived, on the monotonic clock.
+    ``enclosure``: what it runs inside of, if anything.
+    ``taken``: when a thread began to load it, if there is a listener for runs.
+    """
+
+    __slots__ = (
+        "arrivals",
+        "began",
+        "cancelled",
+        "enclosure",
+        "failure",
+        "frame",
+        "peer",
+        "recording",
+        "taken",
+        "task",
+    )
+
+    def __init__(self, peer: Peer, frame: Frame, arrivals: Any = None) -> None:
+        self.peer = peer
+        self.frame = frame
+        self.arrivals = arrivals
+        self.recording: Recording | Observation | None = None
+        self.cancelled = False
+        self.failure: BaseException | None = None
+        self.began = monotonic()
+        self.taken = 0.0
+        self.task: asyncio.Task[None] | None = None
+        self.enclosure: Enclosure | None = None
+
+    def cancel(self) -> None:
+        """Keep it from beginning, or cancel its coroutine; a function on a thread continues. From
+        any thread.
+        """
+        self.cancelled = True  # first: a coroutine that begins now sets its task, then checks this
+        task = self.task
+        if task is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                task.get_loop().call_soon_threadsafe(task.cancel)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep it from beginning: it is answered with an error."""
+        self.failure = error
+        self.cancelled = True
+
+
+class Answers:
     """Answers requests, from any thread.
 
     Args:
-        requests: the requests that are not answered yet.
         peers: the workers; has this worker's name, for messages.
         send: sends an answer; see ``Sender.send``.
         run_soon: has tasks run on executor threads.
+
+    Attributes:
+        unanswered: the requests that were entered and are not answered yet, by caller and call id.
     """
 
     def __init__(
         self,
-        requests: ReceivedRequests,
         peers: PeerTable,
         serializer: Serializer,
         tracing: Tracing,
@@ -69,7 +122,7 @@ class AnswerSender:
         send: Callable[..., object],
         run_soon: Callable[[Sequence[Task]], object],
     ) -> None:
-        self._requests = requests
+        self.unanswered: dict[tuple[Peer, int], Request] = {}
         self._peers = peers
         self._serializer = serializer
         self._tracing = tracing
@@ -151,7 +204,7 @@ class AnswerSender:
 
     def fail(self, peer: Peer, call_id: int, error: BaseException, of: object = None) -> None:
         """Answer a request with an exception; ``of`` is as for ``reply``."""
-        request = self._requests.find(peer, call_id)
+        request = self.unanswered.get((peer, call_id))
         wanted = request is not None and request.cancelled and isinstance(error, asyncio.CancelledError)
         # A function that continues after this worker has ended, for example by KeyboardInterrupt, cannot call
         # others, or use its references.
@@ -185,7 +238,7 @@ class AnswerSender:
         Args:
             coalesce: whether it may be sent together with the answers that follow.
         """
-        self._requests.unanswered.pop((peer, call_id), None)
+        self.unanswered.pop((peer, call_id), None)
         try:
             self._send(peer, kind, call_id, payload, coalesce=coalesce)
             tell = self._events.request_ended
