@@ -59,10 +59,10 @@ def in_worker0(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
 
     def decorate(body: Body) -> Body:
         def test(run_workers: RunWorkers, **given: Any) -> None:
-            first = _task(body, given)
+            first = task_of(body, given)
             first_of(run_workers, first, world_size=world_size, **options)
 
-        return _as_test(test, body)
+        return as_test(test, body)
 
     return decorate
 
@@ -75,9 +75,9 @@ def in_standing_group(world_size: int = 2, **options: Any) -> Callable[[Body], B
 
     def decorate(body: Body) -> Body:
         def test(run_workers: RunWorkers, **given: Any) -> None:
-            run_workers(Shared(enter, _task(body, given), _close_gates), world_size)
+            run_workers(Shared(enter, task_of(body, given), _close_gates), world_size)
 
-        return _as_test(test, body)
+        return as_test(test, body)
 
     return decorate
 
@@ -93,9 +93,9 @@ def in_standing(enter: Enter, world_size: int) -> Callable[[Body], Body]:
 
     def decorate(body: Body) -> Body:
         def test(run_workers: RunWorkers, **given: Any) -> None:
-            run_workers(Shared(enter, _task(body, given)), world_size)
+            run_workers(Shared(enter, task_of(body, given)), world_size)
 
-        return _as_test(test, body)
+        return as_test(test, body)
 
     return decorate
 
@@ -109,10 +109,10 @@ def in_all(world_size: int = 2, **options: Any) -> Callable[[Body], Body]:
 
     def decorate(body: Body) -> Body:
         def test(run_workers: RunWorkers, **given: Any) -> None:
-            each = _task(body, given)
+            each = task_of(body, given)
             run_workers(in_group(each, **options), world_size)
 
-        return _as_test(test, body)
+        return as_test(test, body)
 
     return decorate
 
@@ -122,23 +122,26 @@ def in_processes(count: int) -> Callable[[Body], Body]:
 
     def decorate(body: Body) -> Body:
         def test(run_workers: RunWorkers, **given: Any) -> None:
-            run_workers(_task(body, given), count)
+            run_workers(task_of(body, given), count)
 
-        return _as_test(test, body)
+        return as_test(test, body)
 
     return decorate
 
 
-def _as_test(test: Body, body: Body) -> Body:
+def as_test(test: Body, body: Body, *fixtures: str) -> Body:
+    """``test``, with the name and the parameters of ``body``; it uses ``run_workers`` and ``fixtures``."""
     parameters = [each for each in inspect.signature(body).parameters.values() if each.name != "worker"]
-    workers = inspect.Parameter("run_workers", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = [inspect.Parameter(each, kind) for each in ("run_workers", *fixtures)]
     test.__module__, test.__name__, test.__doc__ = body.__module__, body.__name__, body.__doc__
-    test.__signature__ = inspect.Signature([workers, *parameters])  # type: ignore[attr-defined]
+    test.__signature__ = inspect.Signature([*given, *parameters])  # type: ignore[attr-defined]
     test.body = body  # type: ignore[attr-defined]
     return test
 
 
-def _task(body: Body, given: dict[str, Any]) -> Task:
+def task_of(body: Body, given: dict[str, Any]) -> Task:
+    """What a worker runs: the body of a test, with what that is parametrized by."""
     task: Any = functools.partial(_in_worker, body.__module__, body.__name__, given)
     task.__module__ = body.__module__  # which workers are forked with, so that not each imports it
     return task  # type: ignore[no-any-return]

@@ -6,7 +6,6 @@ import gc
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 
 from farcall import rpc
 from rpc.errors import MessageLostError, WorkerLostError
-from tests.support.certificates import Authority
 from tests.support.cutting import cutting, until_cut
 from tests.support.device_groups import LARGE, one_to_one, until_agreed
 from tests.support.devices import (
@@ -47,31 +45,6 @@ def never(tensor: torch.Tensor) -> torch.Tensor:
     sleep(tensor.device)
     time.sleep(60)
     return tensor
-
-
-@on_devices
-def exchange(worker: Worker, options: dict[str, Any]) -> list[bool]:
-    with worker.group(**one_to_one(worker), **options):
-        if worker.rank:
-            return []
-        found = []
-        futures = [
-            rpc.rpc_async("worker1", double, args=(late(float(each), size=LARGE),)) for each in range(4)
-        ]
-        for each, future in enumerate(futures):
-            with torch.Stream(device=FIRST):
-                found.append(is_all(future.wait(), 2.0 * each))
-        return found
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("stripes", [1, 3])
-def test_tensors_travel_over_tls_and_several_connections(
-    run_workers: RunWorkers, device_kind: str, tmp_path: Path, stripes: int
-) -> None:
-    tls = Authority(tmp_path).issue()
-    options = {"tls": tls, "token": "of these tests only", "tcp_stripes": stripes, **ACROSS}
-    assert run_workers(exchange, 2, args=("lazy", options), time_limit=60)[0] == [True] * 4
 
 
 def _begin(names: tuple[str, ...] = ("worker1",)) -> list[Any]:

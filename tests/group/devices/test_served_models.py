@@ -13,7 +13,7 @@ from dist_optim import DistributedOptimizer
 from farcall import rpc
 from rpc.errors import SerializationError
 from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, ShardedModule, parallelize_module
-from tests.support.device_groups import one_to_one
+from tests.support.device_groups import in_device_group, one_to_one
 from tests.support.devices import FIRST, SECOND, LateSGD, device_kind, mode, on_devices, seen, sleep
 from tests.support.workers import RunWorkers, Worker
 
@@ -114,28 +114,21 @@ def compare_with_one_process(worker: Worker) -> None:
         model.close()
 
 
-@on_devices
-def compare_between_devices(worker: Worker) -> None:
+@in_device_group(3)
+def test_gradients_are_moved_to_the_device_of_each_part() -> None:
     """Tensors for the second worker arrive on the device of the first, and are moved."""
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return
-        model, alone = made(), mlp()
-        for parameter in alone.parameters():
-            nn.init.ones_(parameter)
-        x = torch.arange(4.0 * WIDTH).view(4, WIDTH) / 10
-        x.requires_grad_()
-        torch.autograd.backward(alone(x).square().sum())
-        for place in (FIRST, "cpu"):
-            given = x.detach().to(place).requires_grad_()
-            with context() as number:
-                backward(number, [model(given).square().sum()])
-                torch.testing.assert_close(get_gradients(number)[given].cpu(), x.grad)
-        model.close()
-
-
-def test_gradients_are_moved_to_the_device_of_each_part(run_workers: RunWorkers, mode: str) -> None:
-    run_workers(compare_between_devices, 3, args=(mode,))
+    model, alone = made(), mlp()
+    for parameter in alone.parameters():
+        nn.init.ones_(parameter)
+    x = torch.arange(4.0 * WIDTH).view(4, WIDTH) / 10
+    x.requires_grad_()
+    torch.autograd.backward(alone(x).square().sum())
+    for place in (FIRST, "cpu"):
+        given = x.detach().to(place).requires_grad_()
+        with context() as number:
+            backward(number, [model(given).square().sum()])
+            torch.testing.assert_close(get_gradients(number)[given].cpu(), x.grad)
+    model.close()
 
 
 @on_devices

@@ -17,7 +17,7 @@ from farcall import client as clients
 from farcall import rpc
 from farcall.serving import Batching, Endpoint, Limits
 from rref.remote_module import RemoteModule
-from tests.support.device_groups import one_to_one
+from tests.support.device_groups import in_device_group
 from tests.support.devices import FIRST, ONE_TO_ONE, SECOND, device_kind, late, mode, on_devices, sleep
 from tests.support.workers import RunWorkers, Worker
 
@@ -45,37 +45,29 @@ class WhereItIs(LateScale):
         return rows * self.by
 
 
-@on_devices
-def serve_modules(worker: Worker) -> dict[str, list[float]]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return {}
-        remote: Any = RemoteModule(f"worker1/{FIRST}", LateScale, args=(5.0,))
+@in_device_group()
+def test_modules_on_devices_are_served() -> None:
+    remote: Any = RemoteModule(f"worker1/{FIRST}", LateScale, args=(5.0,))
 
-        def through_both(rows: Tensor) -> Tensor:
-            here: Tensor = LateScale(2.0)(rows)
-            there: Tensor = remote.forward(here)
-            total: Tensor = there + here
-            return total
+    def through_both(rows: Tensor) -> Tensor:
+        here: Tensor = LateScale(2.0)(rows)
+        there: Tensor = remote.forward(here)
+        total: Tensor = there + here
+        return total
 
-        def one_by_one(rows: Tensor) -> Any:
-            for row in rows:
-                yield remote.forward(row.to(FIRST))
+    def one_by_one(rows: Tensor) -> Any:
+        for row in rows:
+            yield remote.forward(row.to(FIRST))
 
-        endpoints = {"here": LateScale(3.0), "both": through_both, "rows": one_by_one}
-        server = farcall.serve(endpoints)
-        rows = np.arange(3, dtype=np.float32)
-        try:
-            with torch.no_grad(), clients.connect(f"localhost:{server.port}") as client:
-                found = {name: client.call(name, rows).tolist() for name in ("here", "both")}
-                found["rows"] = [each.item() for each in client.stream("rows", rows)]
-        finally:
-            server.stop(0.0)
-        return found
-
-
-def test_modules_on_devices_are_served(run_workers: RunWorkers, mode: str) -> None:
-    found = run_workers(serve_modules, 2, args=(mode,), time_limit=60)[0]
+    endpoints = {"here": LateScale(3.0), "both": through_both, "rows": one_by_one}
+    server = farcall.serve(endpoints)
+    rows = np.arange(3, dtype=np.float32)
+    try:
+        with torch.no_grad(), clients.connect(f"localhost:{server.port}") as client:
+            found = {name: client.call(name, rows).tolist() for name in ("here", "both")}
+            found["rows"] = [each.item() for each in client.stream("rows", rows)]
+    finally:
+        server.stop(0.0)
     assert found == {"here": [0.0, 3.0, 6.0], "both": [0.0, 12.0, 24.0], "rows": [0.0, 5.0, 10.0]}
 
 
@@ -189,20 +181,13 @@ def test_what_is_left_on_streams_is_waited_for_and_is_not_left_to_others(
     }
 
 
-@on_devices
-def profile_a_call(worker: Worker) -> list[str]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        tensor = late(2.0)
-        with profile() as profiled:
-            doubled = rpc.rpc_sync("worker1", torch.mul, args=(tensor, 2))
-        assert bool((doubled.cpu() == 4).all())
-        return [event.name for event in profiled.events()]
-
-
-def test_a_profile_shows_what_a_call_does_on_a_device(run_workers: RunWorkers, mode: str) -> None:
-    names = run_workers(profile_a_call, 2, args=(mode,), time_limit=60)[0]
+@in_device_group()
+def test_a_profile_shows_what_a_call_does_on_a_device() -> None:
+    tensor = late(2.0)
+    with profile() as profiled:
+        doubled = rpc.rpc_sync("worker1", torch.mul, args=(tensor, 2))
+    assert bool((doubled.cpu() == 4).all())
+    names = [event.name for event in profiled.events()]
     call = "rpc_sync#aten::mul(worker0 -> worker1)"
     assert call in names
     assert f"{call}#remote_op: aten::mul" in names

@@ -12,7 +12,7 @@ import torch
 
 from farcall import rpc
 from rpc.devices import ipc
-from tests.support.device_groups import LARGE, is_read_in_place, one_to_one, until_agreed
+from tests.support.device_groups import LARGE, in_device_group, is_read_in_place, one_to_one, until_agreed
 from tests.support.devices import (
     COUNT,
     FIRST,
@@ -200,30 +200,21 @@ def ran() -> list[int]:
     return _ran
 
 
-@on_devices
-def cancel_early(worker: Worker) -> tuple[bool, list[int], Used]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return False, [], used()
-        rpc.rpc_sync("worker1", double, args=(torch.ones(10, device=FIRST),))
-        before = used()
-        gate = torch.Event(KIND)
-        stream = torch.Stream(device=FIRST)
-        from tests.accelerator import device
+@in_device_group(mode="eager")
+def test_a_call_that_is_cancelled_before_its_tensors_are_copied_is_not_made() -> None:
+    rpc.rpc_sync("worker1", double, args=(torch.ones(10, device=FIRST),))
+    before = used()
+    gate = torch.Event(KIND)
+    stream = torch.Stream(device=FIRST)
+    from tests.accelerator import device
 
-        with stream:
-            for _ in range(100):
-                device.sleep(20_000)
-            gate.record()
-        torch.accelerator.current_stream(torch.device(FIRST)).wait_event(gate)
-        future = rpc.rpc_async("worker1", note, args=(torch.ones(10, device=FIRST),))
-        cancelled = future.cancel()
-        del future
-        rpc.rpc_sync("worker1", note, args=(torch.ones(20, device=FIRST),))
-        return cancelled, rpc.rpc_sync("worker1", ran), left(before)
-
-
-def test_a_call_that_is_cancelled_before_its_tensors_are_copied_is_not_made(
-    run_workers: RunWorkers, device_kind: str
-) -> None:
-    assert run_workers(cancel_early, 2, args=("eager",), time_limit=60)[0] == (True, [20], Used(0, 0, 0))
+    with stream:
+        for _ in range(100):
+            device.sleep(20_000)
+        gate.record()
+    torch.accelerator.current_stream(torch.device(FIRST)).wait_event(gate)
+    future = rpc.rpc_async("worker1", note, args=(torch.ones(10, device=FIRST),))
+    cancelled = future.cancel()
+    del future
+    rpc.rpc_sync("worker1", note, args=(torch.ones(20, device=FIRST),))
+    assert (cancelled, rpc.rpc_sync("worker1", ran), left(before)) == (True, [20], Used(0, 0, 0))
