@@ -29,16 +29,6 @@ def add(pool: Pool, size: int, now: float = 0.0, peer: int = PEER) -> Segment:
     return segment
 
 
-def test_a_new_segment_is_lent_until_the_peer_knows_it() -> None:
-    pool = open_pool()
-    segment, _ = pool.add(PEER, MIB, 0.0)
-    assert segment is not None
-    assert segment.lent
-    assert pool.lend(PEER, MIB, 0.0) is None
-    pool.returned(segment, 1.0)
-    assert pool.lend(PEER, MIB, 1.0) is segment
-
-
 def test_one_that_is_far_too_large_is_not_lent() -> None:
     pool = open_pool()
     add(pool, 32 * MIB)
@@ -64,16 +54,6 @@ def test_segments_in_use_a_moment_ago_do_not_give_way() -> None:
     pool = open_pool(bound=4 * MIB)
     add(pool, 4 * MIB, 10.0)
     assert pool.add(PEER, 3 * MIB, 10.5) == (None, [])
-
-
-def test_a_peer_has_no_more_segments_than_it_takes() -> None:
-    pool = open_pool(limits=Limits(size=64 * MIB, count=2, slots=16))
-    first, _ = pool.add(PEER, MIB, 0.0)
-    second = add(pool, MIB)
-    assert pool.add(PEER, 2 * MIB, 0.0) == (None, [])
-    third, dropped = pool.add(PEER, 2 * MIB, 9.0)
-    assert dropped == [second]
-    assert pool.segments(PEER) == [first, third]
 
 
 def test_what_may_still_be_returned_keeps_its_word() -> None:
