@@ -13,7 +13,7 @@ from dist_optim import DistributedOptimizer
 from dist_optim.local_optimizer import LocalOptimizer
 from farcall import rpc
 from rref.remote_module import RemoteModule
-from tests.support.device_groups import in_device_group, one_to_one
+from tests.support.device_groups import in_device_group, on_device_workers, one_to_one
 from tests.support.devices import (
     FIRST,
     SECOND,
@@ -23,10 +23,9 @@ from tests.support.devices import (
     is_all,
     late,
     mode,
-    on_devices,
     sleep,
 )
-from tests.support.workers import RunWorkers, Worker
+from tests.support.workers import Worker
 
 __all__ = ["device_kind", "mode"]
 
@@ -262,29 +261,23 @@ def step_and_look(optimizer: rpc.RRef[LocalOptimizer], number: int) -> Tensor:
     return seen
 
 
-@on_devices
-def step_elsewhere(worker: Worker, both_have_maps: bool) -> list[bool]:
+@pytest.mark.parametrize("both_have_maps", [True, False], ids=["all maps", "the caller's map"])
+@on_device_workers()
+def test_requests_after_a_step_see_it(worker: Worker, both_have_maps: bool) -> None:
     with worker.group(**(one_to_one(worker) if both_have_maps or not worker.rank else {})):
         if worker.rank:
-            return []
+            return
         optimizer = DistributedOptimizer(LateSGD, [rpc.rpc_sync("worker1", keep)], lr=1.0)
         ones = torch.ones(1000, device=FIRST)
-        found: list[bool] = []
         for turn in range(3):
             with context() as number:
                 backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
                 optimizer.step(number)
-                found.append(is_all(rpc.rpc_sync("worker1", kept), 2.0 - turn))
+                assert is_all(rpc.rpc_sync("worker1", kept), 2.0 - turn)
         with context() as number:
             backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
             local = optimizer.local_optimizers["worker1"]
-            found.append(is_all(rpc.rpc_sync("worker1", step_and_look, args=(local, number)), -1.0))
-        return found
-
-
-@pytest.mark.parametrize("both_have_maps", [True, False], ids=["all maps", "the caller's map"])
-def test_requests_after_a_step_see_it(run_workers: RunWorkers, mode: str, both_have_maps: bool) -> None:
-    assert run_workers(step_elsewhere, 2, args=(mode, both_have_maps))[0] == [True] * 4
+            assert is_all(rpc.rpc_sync("worker1", step_and_look, args=(local, number)), -1.0)
 
 
 class Nested(torch.autograd.Function):

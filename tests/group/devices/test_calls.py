@@ -14,7 +14,7 @@ import torch
 from farcall import rpc
 from farcall.accelerator_trial import exchange
 from rref.remote_module import RemoteModule
-from tests.support.device_groups import in_device_group
+from tests.support.device_groups import in_device_group, on_device_workers
 from tests.support.devices import (
     FIRST,
     SECOND,
@@ -208,24 +208,20 @@ def test_without_device_map_the_error_says_what_to_write(run_workers: RunWorkers
     assert said[-1] == "True"
 
 
-@on_devices
-def move_to_and_from_cpu(worker: Worker) -> list[Any]:
+@on_device_workers(3)
+def test_maps_from_and_to_the_cpu(worker: Worker) -> None:
     maps = {"worker1": {"cpu": FIRST}, "worker2": {FIRST: "cpu"}}
     with worker.group(**({"device_maps": maps} if not worker.rank else {})):
         if worker.rank:
-            return []
+            return
         up = rpc.rpc_sync("worker1", _device_and_value, args=(torch.ones(3),))
         down = rpc.rpc_sync("worker2", _device_and_value, args=(late(1.0),))
-        return [up[0], up[1].device.type, down[0], str(down[1].device), is_all(down[1], 1.0)]
+        assert (up[0], up[1].device.type, down[0], str(down[1].device)) == (FIRST, "cpu", "cpu", FIRST)
+        assert is_all(down[1], 1.0)
 
 
 def _device_and_value(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     return str(tensor.device), tensor
-
-
-def test_maps_from_and_to_the_cpu(run_workers: RunWorkers, mode: str) -> None:
-    found = run_workers(move_to_and_from_cpu, 3, args=(mode,))[0]
-    assert found == [FIRST, "cpu", "cpu", FIRST, True]
 
 
 def call_without_an_accelerator(worker: Worker, source: str) -> list[bool]:

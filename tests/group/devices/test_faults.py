@@ -14,7 +14,7 @@ import torch
 from farcall import rpc
 from rpc.errors import MessageLostError, WorkerLostError
 from tests.support.cutting import cutting, until_cut
-from tests.support.device_groups import LARGE, one_to_one, until_agreed
+from tests.support.device_groups import LARGE, in_device_group, one_to_one, until_agreed
 from tests.support.devices import (
     FIRST,
     KIND,
@@ -202,29 +202,21 @@ def test_answers_to_a_caller_that_died_are_given_up(run_workers: RunWorkers, dev
     assert workers[0].result() == NOTHING
 
 
-@on_devices
-def cancel(worker: Worker) -> Used:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return NOTHING
-        for _ in range(3):
-            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
-        gc.collect()
-        before = used()
-        for _ in range(4):
-            futures = [
-                rpc.rpc_async("worker1", double, args=(late(1.0, size=size),))
-                for size in (SMALL, LARGE, LARGE)
-            ]
-            for future in futures:
-                future.cancel()
-            del futures, future
-        assert is_all(rpc.rpc_sync("worker1", double, args=(late(3.0, size=LARGE),)), 6.0)
-        return left(before)
-
-
-def test_memory_of_cancelled_transfers_comes_back(run_workers: RunWorkers, device_kind: str) -> None:
-    assert run_workers(cancel, 2, args=("random",), time_limit=60)[0] == NOTHING
+@in_device_group(mode="random")
+def test_memory_of_cancelled_transfers_comes_back() -> None:
+    for _ in range(3):
+        rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+    gc.collect()
+    before = used()
+    for _ in range(4):
+        futures = [
+            rpc.rpc_async("worker1", double, args=(late(1.0, size=size),)) for size in (SMALL, LARGE, LARGE)
+        ]
+        for future in futures:
+            future.cancel()
+        del futures, future
+    assert is_all(rpc.rpc_sync("worker1", double, args=(late(3.0, size=LARGE),)), 6.0)
+    assert left(before) == NOTHING
 
 
 @on_devices

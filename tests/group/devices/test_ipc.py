@@ -13,9 +13,16 @@ import torch
 from dist_autograd import backward, context, get_gradients
 from farcall import rpc
 from rpc.devices.ipc import Import
-from tests.support.device_groups import LARGE, in_device_group, is_read_in_place, one_to_one, until_agreed
-from tests.support.devices import FIRST, Used, device_kind, is_all, late, left, mode, on_devices, used
-from tests.support.workers import RunWorkers, Worker
+from tests.support.device_groups import (
+    LARGE,
+    in_device_group,
+    is_read_in_place,
+    on_device_workers,
+    one_to_one,
+    until_agreed,
+)
+from tests.support.devices import FIRST, Used, device_kind, is_all, late, left, mode, used
+from tests.support.workers import Worker
 
 __all__ = ["device_kind", "mode"]
 
@@ -71,30 +78,22 @@ def _same(value: Any) -> Any:
     return value
 
 
-@on_devices
-def exchange_without_shared_memory(worker: Worker, without: int) -> list[Any]:
+@pytest.mark.parametrize("without", [0, 1])
+@on_device_workers(mode="random")
+def test_a_worker_without_shared_memory_is_sent_copies(worker: Worker, without: int) -> None:
     options = {"shared_memory_bytes": 0} if worker.rank == without else {}
     with worker.group(**one_to_one(worker), **options):
         if worker.rank:
-            return []
+            return
         before = used()
-        right = [
-            is_all(rpc.rpc_sync("worker1", double, args=(late(value, FIRST, LARGE),)), 2 * value)
-            for value in (1.0, 2.0, 3.0)
-        ]
-        return [*right, left(before)]
+        for value in (1.0, 2.0, 3.0):
+            assert is_all(rpc.rpc_sync("worker1", double, args=(late(value, FIRST, LARGE),)), 2 * value)
+        assert left(before) == Used(0, 0, 0)
 
 
-@pytest.mark.parametrize("without", [0, 1])
-def test_a_worker_without_shared_memory_is_sent_copies(
-    run_workers: RunWorkers, device_kind: str, without: int
-) -> None:
-    found = run_workers(exchange_without_shared_memory, 2, args=("random", without))[0]
-    assert found == [True] * 3 + [Used(0, 0, 0)]
-
-
-@on_devices
-def exchange_with_a_safe_worker(worker: Worker) -> list[Any]:
+@on_device_workers(mode="random")
+def test_a_worker_in_safe_mode_opens_no_memory_of_others(worker: Worker) -> None:
+    """Drivers check little of a handle, so one that a member makes up could crash the worker."""
     _count_imports()
     refused = queue.SimpleQueue[logging.LogRecord]()
     logger, handler = logging.getLogger("rpc.devices.ipc"), QueueHandler(refused)
@@ -103,17 +102,11 @@ def exchange_with_a_safe_worker(worker: Worker) -> list[Any]:
     safe: dict[str, Any] = {"deserialization": "safe"} if worker.rank else {}
     with worker.group(**one_to_one(worker), **safe):
         if worker.rank:
-            return []
-        right = bool((rpc.rpc_sync("worker1", double, args=(torch.full((LARGE,), 3.0),)) == 6.0).all())
+            return
+        assert bool((rpc.rpc_sync("worker1", double, args=(torch.full((LARGE,), 3.0),)) == 6.0).all())
         said = refused.get(timeout=20).getMessage()  # it was offered memory when the workers met
+        assert "it is in safe mode" in said
         with pytest.raises(RuntimeError, match=f"it is on device {FIRST}"):
             rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
-        in_place = opened(), rpc.rpc_sync("worker1", opened), is_read_in_place("worker1")
-    logger.removeHandler(handler)
-    return ["it is in safe mode" in said, right, *in_place]
-
-
-def test_a_worker_in_safe_mode_opens_no_memory_of_others(run_workers: RunWorkers, device_kind: str) -> None:
-    """Drivers check little of a handle, so one that a member makes up could crash the worker."""
-    found = run_workers(exchange_with_a_safe_worker, 2, args=("random",), time_limit=60)[0]
-    assert found == [True, True, 0, 0, False]
+        assert opened() == rpc.rpc_sync("worker1", opened) == 0
+        assert not is_read_in_place("worker1")

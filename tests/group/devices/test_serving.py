@@ -17,9 +17,9 @@ from farcall import client as clients
 from farcall import rpc
 from farcall.serving import Batching, Endpoint, Limits
 from rref.remote_module import RemoteModule
-from tests.support.device_groups import in_device_group
-from tests.support.devices import FIRST, ONE_TO_ONE, SECOND, device_kind, late, mode, on_devices, sleep
-from tests.support.workers import RunWorkers, Worker
+from tests.support.device_groups import in_device_group, on_device_workers
+from tests.support.devices import FIRST, ONE_TO_ONE, SECOND, device_kind, late, mode, sleep
+from tests.support.workers import Worker
 
 __all__ = ["device_kind", "mode"]
 
@@ -71,28 +71,22 @@ def test_modules_on_devices_are_served() -> None:
     assert found == {"here": [0.0, 3.0, 6.0], "both": [0.0, 12.0, 24.0], "rows": [0.0, 5.0, 10.0]}
 
 
-@on_devices
-def serve_a_remote_module(worker: Worker, options: dict[str, Any]) -> list[Any]:
-    with worker.group(**options):
+@pytest.mark.parametrize("maps", [{}, {"device_maps": {"worker1": ONE_TO_ONE}}], ids=["unmapped", "mapped"])
+@on_device_workers()
+def test_a_remote_module_on_a_device_is_served(worker: Worker, maps: dict[str, Any]) -> None:
+    with worker.group(**maps):
         if worker.rank:
-            return []
+            return
         remote = RemoteModule(f"worker1/{FIRST}", WhereItIs, args=(5.0,))
         server = farcall.serve({"alone": remote, "batched": Endpoint(remote, batching=Batching())})
         rows = np.arange(3, dtype=np.float32)
         try:
             with clients.connect(f"localhost:{server.port}") as client:
                 several = client.batch([("batched", (rows,)), ("batched", (rows + 1,))])
-                return [each.tolist() for each in (client.call("alone", rows), *several)]
+                found = [each.tolist() for each in (client.call("alone", rows), *several)]
         finally:
             server.stop(0.0)
-
-
-@pytest.mark.parametrize("maps", [{}, {"device_maps": {"worker1": ONE_TO_ONE}}], ids=["unmapped", "mapped"])
-def test_a_remote_module_on_a_device_is_served(
-    run_workers: RunWorkers, mode: str, maps: dict[str, Any]
-) -> None:
-    found = run_workers(serve_a_remote_module, 2, args=(mode, maps), time_limit=60)[0]
-    assert found == [[0.0, 5.0, 10.0], [0.0, 5.0, 10.0], [5.0, 10.0, 15.0]]
+        assert found == [[0.0, 5.0, 10.0], [0.0, 5.0, 10.0], [5.0, 10.0, 15.0]]
 
 
 def doubled(rows: Tensor) -> Tensor:
@@ -139,8 +133,8 @@ def current_device(_: Tensor) -> int:
     return torch.accelerator.current_device_index()
 
 
-@on_devices
-def serve_on_side_streams(_: Worker) -> dict[str, list[Any]]:
+@on_device_workers(1)
+def test_what_is_left_on_streams_is_waited_for_and_is_not_left_to_others(worker: Worker) -> None:
     endpoints = {each.__name__: each for each in (set_stream_and_device, set_in_tasks)}
     streams = {
         each.__name__: each for each in (one_by_one_on_a_side_stream, each_after_others_on_a_side_stream)
@@ -162,15 +156,8 @@ def serve_on_side_streams(_: Worker) -> dict[str, list[Any]]:
             for name in streams:
                 found[name] = [each.item() for each in client.stream(name, small)]
                 found[name].append(all((each == 2).all() for each in client.stream(name, large[None])))
-            return found
     finally:
         server.stop(0.0)
-
-
-def test_what_is_left_on_streams_is_waited_for_and_is_not_left_to_others(
-    run_workers: RunWorkers, mode: str
-) -> None:
-    found = run_workers(serve_on_side_streams, 1, args=(mode,), time_limit=60)[0]
     doubles = [0.0, 2.0, 4.0]
     alone, one_by_one = [doubles, True, doubles, True, 0], [*doubles, True]
     assert found == {
