@@ -11,7 +11,19 @@ import torch
 
 from rpc.errors import RpcError, SerializationError
 from tests.unit.rpc.serialization.callees import DropsLock, FailsToLoad, Locked, Plain, Tagged, null
-from tests.unit.rpc.serialization.journey import CALLEE, CALLER, PICKLES, deliver
+from tests.unit.rpc.serialization.journey import CALLEE, CALLER, PICKLES, deliver, send_call
+
+
+def test_tensors_keep_their_places() -> None:
+    one, two = torch.ones(2), torch.ones(100, 100)
+    _, args, kwargs = send_call(null, (1, one, "x", two), {"a": 2, "b": two + 1, "c": one + 1})
+    assert args[0] == 1
+    assert args[2] == "x"
+    assert torch.equal(args[1], one)
+    assert torch.equal(args[3], two)
+    assert list(kwargs) == ["a", "b", "c"]
+    assert torch.equal(kwargs["b"], two + 1)
+    assert torch.equal(kwargs["c"], one + 1)
 
 
 def test_callers_arguments_are_left_alone() -> None:
