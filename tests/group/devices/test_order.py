@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import pytest
@@ -317,14 +317,12 @@ def add_to(summing: rpc.RRef[Summing], value: float) -> None:
 @in_device_group(mode="eager")
 def test_memory_is_kept_of_what_requests_replace(kind: type[Summing]) -> None:
     summing = rpc.remote("worker1", kind)
-    for number, add in enumerate(
-        (
-            lambda: summing.rpc_sync().add(1.0),
-            lambda: summing.rpc_sync().add_later(1.0),
-            lambda: rpc.rpc_sync("worker1", add_to, args=(summing, 1.0)),
-        ),
-        start=1,
-    ):
+    ways: list[Callable[[], object]] = [
+        lambda: summing.rpc_sync().add(1.0),
+        lambda: summing.rpc_sync().add_later(1.0),
+        lambda: rpc.rpc_sync("worker1", add_to, args=(summing, 1.0)),
+    ]
+    for number, add in enumerate(ways, start=1):
         for _ in range(3):
             add()
         assert is_all(summing.rpc_sync().get(), 3.0 * number)

@@ -13,6 +13,21 @@ from rpc.errors import RpcError, SerializationError
 from tests.unit.rpc.serialization.callees import DropsLock, FailsToLoad, Locked, Plain, Tagged, null
 from tests.unit.rpc.serialization.journey import CALLEE, CALLER, PICKLES, deliver, send_call
 
+ARGUMENTS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((), {}),
+    ((1, "a", 2.5, None, True, b"x", 3j), {}),
+    (([1, 2], (3, "b")), {}),
+    ((), {"a": 1, "b": [None]}),
+    (([[1]], {"x": {1, 2}}), {"k": frozenset([1])}),
+    ((list(range(1000)),), {}),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), ARGUMENTS)
+def test_arguments_of_a_function_by_value_arrive(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    func, received_args, received_kwargs = send_call(lambda *a, **k: (a, k), args, kwargs)
+    assert func(*received_args, **received_kwargs) == (args, kwargs)
+
 
 def test_tensors_keep_their_places() -> None:
     one, two = torch.ones(2), torch.ones(100, 100)

@@ -56,6 +56,16 @@ def test_segments_in_use_a_moment_ago_do_not_give_way() -> None:
     assert pool.add(PEER, 3 * MIB, 10.5) == (None, [])
 
 
+def test_a_peer_has_no_more_segments_than_it_takes() -> None:
+    pool = open_pool(limits=Limits(size=64 * MIB, count=2, slots=16))
+    first, _ = pool.add(PEER, MIB, 0.0)
+    second = add(pool, MIB)
+    assert pool.add(PEER, 2 * MIB, 0.0) == (None, [])
+    third, dropped = pool.add(PEER, 2 * MIB, 9.0)
+    assert dropped == [second]
+    assert pool.segments(PEER) == [first, third]
+
+
 def test_what_may_still_be_returned_keeps_its_word() -> None:
     pool = open_pool(limits=Limits(size=64 * MIB, count=8, slots=1))
     pool.drop(add(pool, MIB), keep_slot=True)
