@@ -385,3 +385,25 @@ def test_no_more_is_open_at_a_time_than_the_peer_accepts() -> None:
                 sender.add(message(number, numbers(4 * MIB)))
             receiver.wait_for(8)
             assert receiver.failures == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_sender_that_leaves_says_so_behind_all_messages(count: int) -> None:
+    with streams(count) as (socks, receiver), queue(socks) as sender:
+        for number in range(3):
+            sender.add(message(number, numbers(9 * MIB)))
+        sender.leave()
+        assert not sender.add(message(9, numbers(MIB)))
+        for _ in range(count):
+            assert receiver.left.acquire(timeout=SOON)
+        assert len(receiver.frames) == 3
+        until(lambda: not sender.threads)
+
+
+def test_the_end_of_a_stream_is_told_by_the_thread_that_writes() -> None:
+    here, there = socket.socketpair()
+    with queue([here]) as sender:
+        there.close()
+        sender.add(message(1, numbers(20 * MIB)))
+        until(lambda: sender.failures)
+        assert len(sender.failures) == 1
