@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rpc.devices.streams import Attempt, Ready, Shared, Streams
+from rpc.devices.tensor_search import search
 
 __all__ = ["DeviceArrival"]
 
@@ -35,7 +38,7 @@ class DeviceArrival:
                 if attempt.error is not None:
                     raise attempt.error
                 value = decode()
-                self._ready = attempt.streams.ready()
+                self._made(attempt.streams.arrived or ())
                 return value
 
             complete(decode_there)
@@ -45,7 +48,7 @@ class DeviceArrival:
         if self._ready is None:
             callback()
             return
-        with Attempt(self._ready.streams):  # without them, it waits on the current streams
+        with Attempt(self._streams):  # without them, it waits on the current streams
             callback()
 
     def following(self) -> DeviceArrival:
@@ -54,11 +57,16 @@ class DeviceArrival:
 
     def go_on(self, compute: Callable[[], Any], following: DeviceArrival) -> Any:
         """Return what ``compute`` makes of the value, on such streams; its tensors are those of the next."""
-        if self._ready is None:
+        with contextlib.nullcontext() if self._ready is None else self._streams():
             value = compute()
-            following._ready = Ready.with_tensors_in(value, self._devices, self._updates)
-            return value
-        with self._ready.streams() as streams:
-            value = compute()
-            following._ready = streams.ready_with(value)
+            found = search(value)
+            following._made(found.tensors, found.may_have_more)
         return value
+
+    def _streams(self) -> Streams:
+        return Streams(self._devices, self._updates)
+
+    def _made(self, tensors: Sequence[Tensor], may_have_more: bool = False) -> None:
+        """Note the work on the current streams, which has made tensors or may have changed parameters."""
+        if tensors or may_have_more or self._updates.renewals:
+            self._ready = Ready(tensors, self._devices)

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pickle import PickleBuffer
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ from torch import Tensor
 from rpc.devices.ipc import Import
 from rpc.devices.streams import arrived, use_on_current_stream
 from rpc.errors import NotInitializedError, SerializationError
-from rpc.runtime.tasks import Task
+from rpc.runtime.executor import Executor
 from rpc.serialization.memory import layout_of
 
-__all__ = ["HostStaging", "Threads", "copied", "copy_bytes", "host_copy", "host_memory", "on_device"]
+__all__ = ["HostStaging", "copied", "copy_bytes", "host_copy", "host_memory", "on_device"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +38,18 @@ device: the caller's stream never waits for a copy to the host."""
 _current_stream = torch.accelerator.current_stream
 
 
-class Threads(Protocol):
-    """Threads that may wait for a device."""
-
-    def submit(self, task: Task, /) -> bool:
-        """Run a task soon; false if they have ended."""
-
-
 class HostStaging:
     """See ``Staging``: copies of one message's tensors.
 
     Args:
-        threads: wait for the copies.
+        executor: its threads wait for the copies.
         alone: nothing can travel beside the message.
     """
 
-    def __init__(self, threads: Threads, *, alone: bool = False) -> None:
+    def __init__(self, executor: Executor, *, alone: bool = False) -> None:
         self.alone = alone
         self.is_wanted: Callable[[], bool] | None = None
-        self._threads = threads
+        self._executor = executor
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[Any] = []
         self._events: list[torch.Event] = []
@@ -95,8 +88,8 @@ class HostStaging:
         return True
 
     def when_done(self, callback: Callable[[BaseException | None], object]) -> None:
-        """Have ``callback`` called on one of the threads when all copies are made."""
-        if not self._threads.submit((self._wait, callback)):
+        """Have ``callback`` called on a thread of the executor when all copies are made."""
+        if not self._executor.submit((self._wait, callback)):
             callback(NotInitializedError("RPC was shut down before the tensors of a message were copied"))
 
     def _wait(self, callback: Callable[[BaseException | None], object]) -> None:

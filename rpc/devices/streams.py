@@ -142,16 +142,6 @@ class Streams:
         uses = [(reference(), use) for reference, use in list(self.used.items())]
         Shared.renew_all([(shared, use) for shared, use in uses if shared is not None])
 
-    def ready(self) -> Ready | None:
-        """What other streams must ``join`` before they use the tensors that have arrived, or parameters that
-        were changed; None if there are none. Inside the context.
-        """
-        return Ready.if_needed(self.arrived or (), self._devices, self._updates)
-
-    def ready_with(self, value: Any) -> Ready | None:
-        """As ``ready``, for the tensors in a value."""
-        return Ready.with_tensors_in(value, self._devices, self._updates)
-
     def of_coroutine(self) -> Streams:
         """Return the same streams, with the objects that are used, for the coroutine of a request, or for
         what that starts: a task, or a function on a thread. Each may make other streams current for itself;
@@ -245,54 +235,18 @@ class Ready:
     """The work on the current streams of some devices when it was made, and the tensors that this work wrote.
     From any thread.
 
-    Args:
+    Attributes:
         tensors: the tensors.
-        devices: the devices.
-        updates: for ``streams``.
     """
 
-    __slots__ = ("_devices", "_events", "_tensors", "_updates")
+    __slots__ = ("_events", "tensors")
 
-    def __init__(
-        self, tensors: Sequence[Tensor], devices: Sequence[torch.device], updates: Shared | None = None
-    ) -> None:
-        self._tensors = tensors
-        self._devices = devices
-        self._updates = updates
+    def __init__(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+        self.tensors = tensors
         self._events: list[tuple[torch.Stream, torch.Event]] = []
         for device in list(devices):
             stream = _current_stream(device)
             self._events.append((stream, stream.record_event()))
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The tensors."""
-        return self._tensors
-
-    @classmethod
-    def if_needed(
-        cls,
-        tensors: Sequence[Tensor],
-        devices: Sequence[torch.device],
-        updates: Shared | None,
-        *,
-        may_have_more: bool = False,
-    ) -> Ready | None:
-        """The work that made tensors, and changed parameters; None if there are neither."""
-        changed = updates is not None and updates.renewals > 0
-        return cls(tensors, devices, updates) if tensors or may_have_more or changed else None
-
-    @classmethod
-    def with_tensors_in(
-        cls, value: Any, devices: Sequence[torch.device], updates: Shared | None
-    ) -> Ready | None:
-        """As ``if_needed``, for the tensors in a value."""
-        found = search(value)
-        return cls.if_needed(found.tensors, devices, updates, may_have_more=found.may_have_more)
-
-    def streams(self) -> Streams:
-        """Streams on the same devices, which wait for this once they ``join`` it."""
-        return Streams(self._devices, self._updates)
 
     def join(self) -> None:
         """Make the current streams wait for the work, and keep the tensors' memory from being reused before
@@ -302,7 +256,7 @@ class Ready:
             current = _current_stream(stream.device)
             if current != stream:
                 current.wait_event(event)
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             use_on_current_stream(tensor)
 
 

@@ -272,48 +272,6 @@ class PickleCodec:
                 into[place] = tensor
 
 
-class DevicePickleCodec(PickleCodec):
-    """The codec for a worker whose device map covers the CPU: CPU tensors take the slow path."""
-
-    def dump_call(
-        self, func: Function, args: Args, kwargs: Kwargs, to: Destination, *, tracked: Tracked = None
-    ) -> Payload:
-        """Serialize a call."""
-        if not of_calls(to).takes_cpu or self._settings.pickler is not None:
-            return super().dump_call(func, args, kwargs, to, tracked=tracked)
-        module, name = name_of(func, to) or (None, func)
-        return self._dump_record((module, name, args, kwargs, ()), (func, args, kwargs), to, tracked)
-
-    def dumps(
-        self,
-        value: Any,
-        to: Destination | None,
-        *,
-        what: object = None,
-        tracked: Tracked = None,
-        as_call: bool = False,
-        alone: bool = False,
-        whole: bool = False,
-    ) -> Payload:
-        """Serialize a value."""
-        whole = whole or (of_calls(to) if as_call else of_answers(to)).takes_cpu
-        return super().dumps(value, to, what=what, tracked=tracked, as_call=as_call, alone=alone, whole=whole)
-
-    def dump_quickly(self, value: Any) -> Payload | None:
-        """As for any other worker, except that tensors are not small values."""
-        return None if isinstance(value, Tensor) else super().dump_quickly(value)
-
-    def dump_tensors(
-        self, tensors: Sequence[Tensor | None], to: Destination, what: str, *, as_call: bool = False
-    ) -> Payload:
-        """Serialize some tensors."""
-        placement = of_calls(to) if as_call else of_answers(to)
-        if not placement.takes_cpu:
-            return super().dump_tensors(tensors, to, what, as_call=as_call)
-        distinct = [None if tensor is None else tensor.detach() for tensor in tensors]
-        return self.dumps(distinct, to, what=what, as_call=as_call, alone=True)
-
-
 def _record(value: Any, tracked: Tracked) -> tuple[Any, Any]:
     """Return what is sent of a value as a whole; for ``_value_of``."""
     lost = tracked is None and type(value) is Tensor and value.grad_fn is not None

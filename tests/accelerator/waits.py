@@ -48,16 +48,10 @@ WAITS: Final = (
     ),
     Deletion("Future.wait joins", "rpc/agent/futures.py", "self._arrival.join()"),
     Deletion(
-        "the value of a callback is waited for",
+        "the value of a callback, and what it has made, are waited for",
         "rpc/devices/arrival.py",
-        "following._ready = streams.ready_with(value)",
-        tests="test_streams_wait_for_tensors_anywhere",
-    ),
-    Deletion(
-        "what a callback has made is waited for",
-        "rpc/devices/arrival.py",
-        "following._ready = Ready.with_tensors_in(value, self._devices, self._updates)",
-        tests="test_streams_wait_for_tensors_that",
+        "following._made(found.tensors, found.may_have_more)",
+        tests="test_streams_wait_for_tensors_anywhere or test_streams_wait_for_tensors_that",
     ),
     Deletion("a reference's value joins", "rref/value.py", "self._made.join(self.content)"),
     Deletion(
@@ -132,12 +126,14 @@ WAITS: Final = (
         "dist_autograd/worker_pass.py",
         "border.catch_up()",
         tests="test_a_backward_goes_on",
+        which=1,
     ),
     Deletion(
         "a backward waits for the optimizers' steps before gradients arrive",
         "dist_autograd/worker_pass.py",
         "border.catch_up()",
         tests="test_gradients_that_come_after",
+        which=2,
     ),
     Deletion(
         "a step is part of what later requests wait for",

@@ -97,23 +97,26 @@ def _made(run: Callable[[RunWorkers, Task], object]) -> Callable[[Body], Body]:
 
     def decorate(body: Body) -> Body:
         def test(run_workers: RunWorkers, **given: Any) -> None:
-            run(run_workers, _task(body, given))
+            run(run_workers, task_of(body, given))
 
-        return _as_test(test, body)
+        return as_test(test, body)
 
     return decorate
 
 
-def _as_test(test: Body, body: Body) -> Body:
+def as_test(test: Body, body: Body, *fixtures: str) -> Body:
+    """``test``, with the name and the parameters of ``body``; it uses ``run_workers`` and ``fixtures``."""
     parameters = [each for each in inspect.signature(body).parameters.values() if each.name != "worker"]
-    workers = inspect.Parameter("run_workers", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = [inspect.Parameter(each, kind) for each in ("run_workers", *fixtures)]
     test.__module__, test.__name__, test.__doc__ = body.__module__, body.__name__, body.__doc__
-    test.__signature__ = inspect.Signature([workers, *parameters])  # type: ignore[attr-defined]
+    test.__signature__ = inspect.Signature([*given, *parameters])  # type: ignore[attr-defined]
     test.body = body  # type: ignore[attr-defined]
     return test
 
 
-def _task(body: Body, given: dict[str, Any]) -> Task:
+def task_of(body: Body, given: dict[str, Any]) -> Task:
+    """What a worker runs: the body of a test, with what that is parametrized by."""
     task: Any = functools.partial(_in_worker, body.__module__, body.__name__, given)
     task.__module__ = body.__module__  # which workers are forked with, so that not each imports it
     return task  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from farcall import rpc
 from farcall.accelerator_trial import exchange
 from rref.remote_module import RemoteModule
-from tests.support.device_groups import one_to_one
+from tests.support.device_groups import in_device_group, on_device_workers
 from tests.support.devices import (
     FIRST,
     SECOND,
@@ -62,50 +63,38 @@ def on_own_stream(tensor: torch.Tensor) -> bool:
     return current.device == tensor.device and current.stream_id != 0
 
 
-@on_devices
-def call_and_wait(worker: Worker) -> dict[str, bool]:
-    found: dict[str, bool] = {}
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return found
+@in_device_group(3)
+def test_streams_wait_for_what_they_use() -> None:
+    with torch.Stream(device=FIRST):
+        result = rpc.rpc_sync("worker1", double_late, args=(late(3.0),))
+        assert result.device == torch.device(FIRST), "device"
+        assert is_all(result, 6.0), "rpc_sync"
+    future = rpc.rpc_async("worker1", double_late, args=(late(4.0),))
+    with torch.Stream(device=FIRST):
+        assert is_all(future.wait(), 8.0), "wait"
+    with torch.Stream(device=FIRST):
+        assert is_all(future.value(), 8.0), "value"
+    chained = rpc.rpc_async("worker1", double_late, args=(late(5.0),)).then(lambda future: future.wait() * 2)
+    with torch.Stream(device=FIRST):
+        assert is_all(chained.wait(), 20.0), "then"
+    many = [rpc.rpc_async("worker1", double_late, args=(late(float(each)),)) for each in range(4)]
+    for future in rpc.as_completed(many):
         with torch.Stream(device=FIRST):
-            result = rpc.rpc_sync("worker1", double_late, args=(late(3.0),))
-            found["device"] = result.device == torch.device(FIRST)
-            found["rpc_sync"] = is_all(result, 6.0)
-        future = rpc.rpc_async("worker1", double_late, args=(late(4.0),))
-        with torch.Stream(device=FIRST):
-            found["wait"] = is_all(future.wait(), 8.0)
-        with torch.Stream(device=FIRST):
-            found["value"] = is_all(future.value(), 8.0)
-        chained = rpc.rpc_async("worker1", double_late, args=(late(5.0),)).then(
-            lambda future: future.wait() * 2
-        )
-        with torch.Stream(device=FIRST):
-            found["then"] = is_all(chained.wait(), 20.0)
-        many = [rpc.rpc_async("worker1", double_late, args=(late(float(each)),)) for each in range(4)]
-        for future in rpc.as_completed(many):
-            with torch.Stream(device=FIRST):
-                found[f"as_completed {many.index(future)}"] = is_all(future.wait(), many.index(future) * 2.0)
+            assert is_all(future.wait(), many.index(future) * 2.0), f"as_completed {many.index(future)}"
 
-        async def awaits() -> bool:
-            return is_all(await rpc.rpc_async("worker1", double_late, args=(late(6.0),)), 12.0)
+    async def awaits() -> bool:
+        return is_all(await rpc.rpc_async("worker1", double_late, args=(late(6.0),)), 12.0)
 
-        found["await"] = asyncio.run(awaits())
-        found["own stream"] = rpc.rpc_sync("worker1", on_own_stream, args=(late(1.0, SECOND),))
-        found["async_execution"] = is_all(
-            rpc.rpc_sync("worker1", double_through, args=("worker2", late(7.0))), 15.0
-        )
-        found["coroutine"] = is_all(
-            rpc.rpc_sync("worker1", double_in_coroutine, args=("worker2", late(8.0))), 32.0
-        )
-        callee = rpc.remote("worker1", double_late, args=(late(9.0),))
-        found["to_here"] = is_all(callee.to_here(), 18.0)
-    return found
-
-
-def test_streams_wait_for_what_they_use(run_workers: RunWorkers, mode: str) -> None:
-    found = run_workers(call_and_wait, 3, args=(mode,))[0]
-    assert [what for what, right in found.items() if not right] == []
+    assert asyncio.run(awaits()), "await"
+    assert rpc.rpc_sync("worker1", on_own_stream, args=(late(1.0, SECOND),)), "own stream"
+    assert is_all(rpc.rpc_sync("worker1", double_through, args=("worker2", late(7.0))), 15.0), (
+        "async_execution"
+    )
+    assert is_all(rpc.rpc_sync("worker1", double_in_coroutine, args=("worker2", late(8.0))), 32.0), (
+        "coroutine"
+    )
+    callee = rpc.remote("worker1", double_late, args=(late(9.0),))
+    assert is_all(callee.to_here(), 18.0), "to_here"
 
 
 def ones(size: int, device: str) -> torch.Tensor:
@@ -128,87 +117,62 @@ def device_after_nested_call(name: str, *_: torch.Tensor) -> int:
     return torch.accelerator.current_device_index()
 
 
-@on_devices
-def look_for_the_device(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        third = torch.ones(1, device=THIRD)
-        return [
-            rpc.rpc_sync("worker1", device_after_nested_call, args=("worker0",)) == 0,
-            rpc.rpc_sync("worker1", device_after_nested_call, args=("worker0", third)) == third.device.index,
-        ]
+@in_device_group(mode="eager")
+def test_only_a_call_s_own_tensors_choose_its_device() -> None:
+    third = torch.ones(1, device=THIRD)
+    device_after = functools.partial(rpc.rpc_sync, "worker1", device_after_nested_call)
+    assert device_after(args=("worker0",)) == 0
+    assert device_after(args=("worker0", third)) == third.device.index
 
 
-def test_only_a_call_s_own_tensors_choose_its_device(run_workers: RunWorkers, device_kind: str) -> None:
-    assert run_workers(look_for_the_device, 2, args=("eager",))[0] == [True, True]
-
-
-@on_devices
-def call_from_a_call(worker: Worker) -> dict[str, int]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return {}
-        found = {"in a call": rpc.rpc_sync("worker1", kept_of_nested_calls, args=("worker0",))}
-        future = rpc.rpc_async("worker1", ones, args=(1, FIRST))
-        found["in a callback"] = future.then(lambda _: kept_of_nested_calls("worker1")).wait()
-        return found
-
-
-def test_answers_are_not_kept_until_the_request_that_called_ends(
-    run_workers: RunWorkers, device_kind: str
-) -> None:
-    found = run_workers(call_from_a_call, 2, args=("eager",))[0]
+@in_device_group(mode="eager")
+def test_answers_are_not_kept_until_the_request_that_called_ends() -> None:
+    found = {"in a call": rpc.rpc_sync("worker1", kept_of_nested_calls, args=("worker0",))}
+    future = rpc.rpc_async("worker1", ones, args=(1, FIRST))
+    found["in a callback"] = future.then(lambda _: kept_of_nested_calls("worker1")).wait()
     assert found == {"in a call": 0, "in a callback": 0}
-
-
-@on_devices
-def call_with_many_kinds(worker: Worker) -> list[str]:
-    wrong: list[str] = []
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return wrong
-        base = torch.arange(24.0, device=FIRST).reshape(4, 6)
-        kinds: dict[str, torch.Tensor] = {
-            "contiguous": base,
-            "large": torch.arange(1 << 20, device=FIRST),
-            "transposed": base.T,
-            "with gaps": base[:, ::3],
-            "expanded": base[:1].expand(3, 6),
-            "part": base[1],
-            "scalar": torch.tensor(5, device=FIRST),
-            "empty": torch.empty(0, 3, device=FIRST),
-            "boolean": base > 3,
-            "complex": torch.complex(base, base),
-            "conjugated": torch.complex(base, base).conj(),
-            "bfloat16": base.to(torch.bfloat16),
-            "second device": torch.arange(3, device=SECOND),
-            "parameter": torch.nn.Parameter(base.clone()),
-            "cpu": torch.arange(3),
-        }
-        back = rpc.rpc_sync("worker1", _same, args=(kinds,))
-        for name, tensor in kinds.items():
-            same = back[name].device == tensor.device and type(back[name]) is type(tensor)
-            if tensor.is_conj():  # which the simulated device cannot copy
-                same = same and back[name].is_conj()
-                back[name], tensor = back[name].conj(), tensor.conj()  # noqa: PLW2901
-            if not same or not torch.equal(back[name].cpu(), tensor.cpu()):
-                wrong.append(name)
-        twice = rpc.rpc_sync("worker1", _same, args=([base, base],))
-        if twice[0] is not twice[1]:
-            wrong.append("one tensor twice")
-        storage = rpc.rpc_sync("worker1", _same, args=([base.untyped_storage()],))[0]
-        if storage.device.type != base.device.type or storage.nbytes() != base.nbytes:
-            wrong.append("storage")
-    return wrong
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def test_kinds_of_tensors(run_workers: RunWorkers, device_kind: str) -> None:
-    assert run_workers(call_with_many_kinds, 2, args=("random",))[0] == []
+@in_device_group(mode="random")
+def test_kinds_of_tensors() -> None:
+    wrong: list[str] = []
+    base = torch.arange(24.0, device=FIRST).reshape(4, 6)
+    kinds: dict[str, torch.Tensor] = {
+        "contiguous": base,
+        "large": torch.arange(1 << 20, device=FIRST),
+        "transposed": base.T,
+        "with gaps": base[:, ::3],
+        "expanded": base[:1].expand(3, 6),
+        "part": base[1],
+        "scalar": torch.tensor(5, device=FIRST),
+        "empty": torch.empty(0, 3, device=FIRST),
+        "boolean": base > 3,
+        "complex": torch.complex(base, base),
+        "conjugated": torch.complex(base, base).conj(),
+        "bfloat16": base.to(torch.bfloat16),
+        "second device": torch.arange(3, device=SECOND),
+        "parameter": torch.nn.Parameter(base.clone()),
+        "cpu": torch.arange(3),
+    }
+    back = rpc.rpc_sync("worker1", _same, args=(kinds,))
+    for name, tensor in kinds.items():
+        same = back[name].device == tensor.device and type(back[name]) is type(tensor)
+        if tensor.is_conj():  # which the simulated device cannot copy
+            same = same and back[name].is_conj()
+            back[name], tensor = back[name].conj(), tensor.conj()  # noqa: PLW2901
+        if not same or not torch.equal(back[name].cpu(), tensor.cpu()):
+            wrong.append(name)
+    twice = rpc.rpc_sync("worker1", _same, args=([base, base],))
+    if twice[0] is not twice[1]:
+        wrong.append("one tensor twice")
+    storage = rpc.rpc_sync("worker1", _same, args=([base.untyped_storage()],))[0]
+    if storage.device.type != base.device.type or storage.nbytes() != base.nbytes:
+        wrong.append("storage")
+    assert wrong == []
 
 
 @on_devices
@@ -244,24 +208,20 @@ def test_without_device_map_the_error_says_what_to_write(run_workers: RunWorkers
     assert said[-1] == "True"
 
 
-@on_devices
-def move_to_and_from_cpu(worker: Worker) -> list[Any]:
+@on_device_workers(3)
+def test_maps_from_and_to_the_cpu(worker: Worker) -> None:
     maps = {"worker1": {"cpu": FIRST}, "worker2": {FIRST: "cpu"}}
     with worker.group(**({"device_maps": maps} if not worker.rank else {})):
         if worker.rank:
-            return []
+            return
         up = rpc.rpc_sync("worker1", _device_and_value, args=(torch.ones(3),))
         down = rpc.rpc_sync("worker2", _device_and_value, args=(late(1.0),))
-        return [up[0], up[1].device.type, down[0], str(down[1].device), is_all(down[1], 1.0)]
+        assert (up[0], up[1].device.type, down[0], str(down[1].device)) == (FIRST, "cpu", "cpu", FIRST)
+        assert is_all(down[1], 1.0)
 
 
 def _device_and_value(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     return str(tensor.device), tensor
-
-
-def test_maps_from_and_to_the_cpu(run_workers: RunWorkers, mode: str) -> None:
-    found = run_workers(move_to_and_from_cpu, 3, args=(mode,))[0]
-    assert found == [FIRST, "cpu", "cpu", FIRST, True]
 
 
 def call_without_an_accelerator(worker: Worker, source: str) -> list[bool]:
@@ -302,17 +262,9 @@ def test_the_doctor_says_how_tensors_travel_and_how_fast(run_workers: RunWorkers
     assert re.fullmatch(r"(read in place|copied through pinned memory), \d+\.\d\d GB/s there and back", said)
 
 
-@on_devices
-def call_module_without_index(worker: Worker) -> list[str]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        kind = torch.device(FIRST).type
-        module = RemoteModule(f"worker1/{kind}", torch.nn.Linear, args=(3, 2))
-        with torch.no_grad():
-            return [str(module(torch.ones(1, 3, device=each)).device) for each in (SECOND, FIRST, "cpu")]
-
-
-def test_a_remote_module_without_an_index_is_on_the_first_device(run_workers: RunWorkers, mode: str) -> None:
-    found = run_workers(call_module_without_index, 2, args=(mode,))[0]
-    assert found == [FIRST] * 3
+@in_device_group()
+def test_a_remote_module_without_an_index_is_on_the_first_device() -> None:
+    module = RemoteModule(f"worker1/{torch.device(FIRST).type}", torch.nn.Linear, args=(3, 2))
+    with torch.no_grad():
+        for each in (SECOND, FIRST, "cpu"):
+            assert module(torch.ones(1, 3, device=each)).device == torch.device(FIRST)

@@ -20,6 +20,7 @@ from rpc.runtime.current import current_agent
 from spmd.collectives.errors import CollectiveError
 from spmd.collectives.group import Group
 from spmd.collectives.process_group import FarcallProcessGroup
+from tests.support.device_groups import on_device_workers
 from tests.support.devices import (
     COUNT,
     FIRST,
@@ -63,11 +64,6 @@ def _all_reduce(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]
     return dist.all_reduce(tensor, async_op=True), [(tensor, 3.0)]
 
 
-def _average(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
-    tensor = late(rank + 1.0, device)
-    return dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True), [(tensor, 1.5)]
-
-
 def _all_reduce_transposed(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
     tensor = late(rank + 1.0, device).view(10, -1).T
     return dist.all_reduce(tensor, async_op=True), [(tensor, 3.0)]
@@ -83,60 +79,16 @@ def _broadcast(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]
     return dist.broadcast(tensor, 1, async_op=True), [(tensor, 6.0)]
 
 
-def _reduce(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
-    tensor = late(rank + 1.0, device)
-    return dist.reduce(tensor, 0, async_op=True), [(tensor, 3.0 if rank == 0 else 2.0)]
-
-
 def _all_gather(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
     outputs = made(device, 2)
     work = dist.all_gather(outputs, late(rank + 1.0, device), async_op=True)
     return work, list(zip(outputs, (1.0, 2.0), strict=True))
 
 
-def _all_gather_into(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
-    output = torch.zeros(2 * SIZE, device=device)
-    work = dist.all_gather_into_tensor(output, late(rank + 1.0, device), async_op=True)
-    return work, list(zip(output.chunk(2), (1.0, 2.0), strict=True))
-
-
 def _gather(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
     outputs = made(device, 2) if rank == 0 else None
     work = dist.gather(late(rank + 1.0, device), outputs, 0, async_op=True)
     return work, list(zip(outputs or [], (1.0, 2.0), strict=False))
-
-
-def _scatter(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
-    (output,) = made(device, 1)
-    work = dist.scatter(
-        output, [late(7.0, device), late(8.0, device)] if rank == 0 else None, 0, async_op=True
-    )
-    return work, [(output, 7.0 + rank)]
-
-
-def _reduce_scatter(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
-    (output,) = made(device, 1)
-    work = dist.reduce_scatter(output, [late(1.0, device), late(2.0, device)], async_op=True)
-    return work, [(output, 2.0 + 2 * rank)]
-
-
-def _reduce_scatter_tensor(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
-    (output,) = made(device, 1)
-    work = dist.reduce_scatter_tensor(output, late(rank + 1.0, device, 2 * SIZE), async_op=True)
-    return work, [(output, 3.0)]
-
-
-def _all_to_all(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
-    outputs = made(device, 2)
-    given = [late(10.0 * rank, device), late(10.0 * rank + 1, device)]
-    work = dist.all_to_all(outputs, given, async_op=True)
-    return work, list(zip(outputs, (rank + 0.0, 10.0 + rank), strict=True))
-
-
-def _all_to_all_single(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
-    output = torch.zeros(2 * SIZE, device=device)
-    work = dist.all_to_all_single(output, late(rank + 1.0, device, 2 * SIZE), async_op=True)
-    return work, list(zip(output.chunk(2), (1.0, 2.0), strict=True))
 
 
 def _send(rank: int, device: str, size: int = SIZE) -> tuple[Any, list[tuple[Tensor, float]]]:
@@ -180,56 +132,36 @@ def _by_future(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]
 
 OPERATIONS: dict[str, Callable[[int, str], tuple[Any, list[tuple[Tensor, float]]]]] = {
     "all_reduce": _all_reduce,
-    "average": _average,
     "all_reduce of a transposed tensor": _all_reduce_transposed,
     "all_reduce_coalesced": _coalesced,
     "broadcast": _broadcast,
-    "reduce": _reduce,
     "all_gather": _all_gather,
     "gather": _gather,
-    "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
     "send": _send,
     "a large send": _send_large,
     "blocking": _blocking,
     "by a future": _by_future,
 }
-if hasattr(dist.ProcessGroup, "all_gather_single"):  # as of 2.13
-    OPERATIONS |= {
-        "all_gather_into_tensor": _all_gather_into,
-        "reduce_scatter_tensor": _reduce_scatter_tensor,
-        "all_to_all_single": _all_to_all_single,
-    }
 
 
-@on_devices
-def run_all_operations(worker: Worker) -> list[str]:
-    wrong = []
+@with_a_vendor_of_ours
+@on_device_workers()
+def test_operations_wait_for_the_streams_of_their_tensors(worker: Worker) -> None:
     with collectives(worker) as device:
         for name, begin in OPERATIONS.items():
             with torch.Stream(device=device):
                 work, expected = begin(worker.rank, device)
             with torch.Stream(device=device):
                 work.wait()
-                if not all(is_all(tensor, value) for tensor, value in expected):
-                    wrong.append(name)
+                assert all(is_all(tensor, value) for tensor, value in expected), name
         objects: list[Any] = [None, None]
         dist.all_gather_object(objects, worker.rank)
-        if objects != [0, 1]:
-            wrong.append("objects")
+        assert objects == [0, 1]
         dist.barrier()
-    return wrong
 
 
-@with_a_vendor_of_ours
-def test_operations_wait_for_the_streams_of_their_tensors(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(run_all_operations, 2, args=(mode,), time_limit=60) == [[], []]
-
-
-@on_devices
-def free_early(worker: Worker) -> list[bool]:
-    found = []
+@on_device_workers()
+def test_memory_is_kept_until_it_is_reduced(worker: Worker) -> None:
     with collectives(worker) as device:
         for _ in range(3):
             tensor = late(worker.rank + 1.0, device)
@@ -237,7 +169,7 @@ def free_early(worker: Worker) -> list[bool]:
             del tensor
             again = [torch.full((SIZE,), 9.0, device=device) for _ in range(4)]
             work.wait()
-            found += [is_all(each, 9.0) for each in again]
+            assert all(is_all(each, 9.0) for each in again)
             del again, work
         gc.collect()
         before = used_bytes(device)
@@ -245,11 +177,6 @@ def free_early(worker: Worker) -> list[bool]:
             dist.all_reduce(torch.ones(LARGE, device=device))
         gc.collect()
         until(lambda: used_bytes(device) <= before)  # another thread may still have the last one
-    return found
-
-
-def test_memory_is_kept_until_it_is_reduced(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(free_early, 2, args=(mode,), time_limit=60) == [[True] * 12] * 2
 
 
 @on_devices
@@ -314,35 +241,28 @@ def _of_a_vendor() -> list[str]:
     return done
 
 
-@on_devices
-def use_a_vendor(worker: Worker) -> list[Any]:
+@on_device_workers(mode="lazy")
+def test_the_vendors_backend_gets_the_tensors_of_its_devices(worker: Worker) -> None:
     done = _of_a_vendor()
-    found: list[Any] = []
     with worker.group():
         spmd.init_process_group()
-        found.append(dist.get_backend_config())
+        assert dist.get_backend_config() == "cpu:farcall,sim:vendor"
         half = dist.new_group([worker.rank], use_local_synchronization=True)
         tensor = late(worker.rank + 1.0)
         dist.all_reduce(tensor)
-        found += [is_all(tensor, 3.0), list(done)]
+        assert is_all(tensor, 3.0)
+        assert done == ["allreduce"]
         dist.all_reduce(torch.ones(3))
         dist.all_reduce(tensor, group=half)
-        found += [is_all(tensor, 3.0), list(done)]
+        assert is_all(tensor, 3.0)
+        assert done == ["allreduce"] * 2
         dist.destroy_process_group(half)
         dist.destroy_process_group()
-    return found
 
 
-def test_the_vendors_backend_gets_the_tensors_of_its_devices(
-    run_workers: RunWorkers, device_kind: str
-) -> None:
-    once, twice = ["allreduce"], ["allreduce"] * 2
-    expected = ["cpu:farcall,sim:vendor", True, once, True, twice]
-    assert run_workers(use_a_vendor, 2, args=("lazy",), time_limit=60) == [expected] * 2
-
-
-@on_devices
-def send_first(worker: Worker) -> bool:
+@with_a_vendor_of_ours
+@on_device_workers(3, "lazy")
+def test_the_vendors_first_send_needs_two_ranks_only(worker: Worker) -> None:
     _of_a_vendor()
     tensor = late(worker.rank + 1.0)
     with worker.group():
@@ -353,44 +273,33 @@ def send_first(worker: Worker) -> bool:
             dist.recv(tensor, 0)
         dist.barrier()
         dist.destroy_process_group()
-    return is_all(tensor, [1.0, 1.0, 3.0][worker.rank])
+    assert is_all(tensor, [1.0, 1.0, 3.0][worker.rank])
 
 
 @with_a_vendor_of_ours
-def test_the_vendors_first_send_needs_two_ranks_only(run_workers: RunWorkers, device_kind: str) -> None:
-    assert run_workers(send_first, 3, args=("lazy",), time_limit=60) == [True] * 3
-
-
-@on_devices
-def use_groups_unevenly(worker: Worker) -> list[bool]:
+@on_device_workers(3, "lazy")
+def test_vendors_groups_meet_whatever_others_a_rank_is_in(worker: Worker) -> None:
     _of_a_vendor()
     with worker.group():
         spmd.init_process_group(timedelta(seconds=20))
         pair, _ = dist.new_group([0, 1]), dist.new_group([2])
-        found = []
         if worker.rank < 2:
             tensor = late(worker.rank + 1.0)
             dist.all_reduce(tensor, group=pair)
-            found.append(is_all(tensor, 3.0))
+            assert is_all(tensor, 3.0)
         counted = dist.new_group([0, 1, 2], use_local_synchronization=True)
         more = [None, dist.new_group([0, 1])]  # which the third rank is not in
         for group in (*more, counted):
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 tensor = late(worker.rank + 1.0)
                 dist.all_reduce(tensor, group=group)
-                found.append(is_all(tensor, 3.0 if group is more[1] else 6.0))
+                assert is_all(tensor, 3.0 if group is more[1] else 6.0)
         dist.destroy_process_group()
-    return found
 
 
 @with_a_vendor_of_ours
-def test_vendors_groups_meet_whatever_others_a_rank_is_in(run_workers: RunWorkers, device_kind: str) -> None:
-    found = run_workers(use_groups_unevenly, 3, args=("lazy",), time_limit=60)
-    assert found == [[True] * 4, [True] * 4, [True] * 2]
-
-
-@on_devices
-def use_groups_in_any_order(worker: Worker) -> list[bool]:
+@on_device_workers(mode="lazy")
+def test_groups_of_the_same_ranks_have_vendors_groups_of_their_own(worker: Worker) -> None:
     _of_a_vendor()
     with worker.group():
         spmd.init_process_group(timedelta(seconds=20))
@@ -401,20 +310,14 @@ def use_groups_in_any_order(worker: Worker) -> list[bool]:
             works[which] = dist.all_reduce(tensors[which], group=groups[which], async_op=True)
         for work in works:
             work.wait()
-        found = [is_all(tensors[0], 3.0), is_all(tensors[1], 7.0)]
+        assert is_all(tensors[0], 3.0)
+        assert is_all(tensors[1], 7.0)
         dist.destroy_process_group()
-    return found
 
 
 @with_a_vendor_of_ours
-def test_groups_of_the_same_ranks_have_vendors_groups_of_their_own(
-    run_workers: RunWorkers, device_kind: str
-) -> None:
-    assert run_workers(use_groups_in_any_order, 2, args=("lazy",), time_limit=60) == [[True] * 2] * 2
-
-
-@on_devices
-def bind_a_device(worker: Worker) -> list[Any]:
+@on_device_workers(mode="lazy")
+def test_a_group_with_a_bound_device_forms_the_vendors(worker: Worker) -> None:
     done = _of_a_vendor()
     with worker.group():
         spmd.init_process_group()
@@ -422,18 +325,14 @@ def bind_a_device(worker: Worker) -> list[Any]:
         world.bound_device_id = torch.device(FIRST)  # as of init_process_group(device_id=)
         tensor = late(worker.rank + 1.0)
         dist.all_reduce(tensor, group=dist.new_group([0, 1]))
-        found = [is_all(tensor, 3.0), list(done)]
+        assert is_all(tensor, 3.0)
+        assert done == ["allreduce"]
         dist.destroy_process_group()
-    return found
 
 
 @with_a_vendor_of_ours
-def test_a_group_with_a_bound_device_forms_the_vendors(run_workers: RunWorkers, device_kind: str) -> None:
-    assert run_workers(bind_a_device, 2, args=("lazy",), time_limit=60) == [[True, ["allreduce"]]] * 2
-
-
-@on_devices
-def exchange_coalesced(worker: Worker) -> list[Any]:
+@on_device_workers(mode="lazy")
+def test_a_batch_of_sends_and_receives_is_coalesced_by_the_vendor(worker: Worker) -> None:
     _of_a_vendor()
     device, calls = torch.device(FIRST), list[Any]()
     with worker.group():
@@ -452,15 +351,8 @@ def exchange_coalesced(worker: Worker) -> list[Any]:
         for work in works:
             work.wait()
         dist.destroy_process_group()
-    return [is_all(received, 2.0 - worker.rank), *calls]
-
-
-@with_a_vendor_of_ours
-def test_a_batch_of_sends_and_receives_is_coalesced_by_the_vendor(
-    run_workers: RunWorkers, device_kind: str
-) -> None:
-    expected = [True, ("start", "sim"), ("end", "sim")]
-    assert run_workers(exchange_coalesced, 2, args=("lazy",), time_limit=60) == [expected] * 2
+    assert is_all(received, 2.0 - worker.rank)
+    assert calls == [("start", "sim"), ("end", "sim")]
 
 
 @on_devices
@@ -482,10 +374,10 @@ def test_ranks_with_different_backends_stage_tensors(run_workers: RunWorkers, de
     assert found[0][1:] == [True, []]
 
 
-@on_devices
-def name_the_vendors_backend(worker: Worker) -> list[str]:
+@with_a_vendor_of_ours
+@on_device_workers(mode="lazy")
+def test_a_vendors_backend_that_only_c10d_was_given_is_refused(worker: Worker) -> None:
     _of_a_vendor()
-    said = []
     with worker.group():
         store = dist.FileStore(f"{worker.folder}/store", 2)  # type: ignore[attr-defined]
         dist.init_process_group(f"cpu:farcall,{KIND}:vendor", store=store, rank=worker.rank, world_size=2)
@@ -498,20 +390,10 @@ def name_the_vendors_backend(worker: Worker) -> list[str]:
         ):
             with pytest.raises(InvalidOptionError) as caught:
                 refused()
-            said.append(str(caught.value))
+            assert "'cpu:farcall,sim:vendor'" in str(caught.value)
+            assert "spmd.init_process_group()" in str(caught.value)
         dist.barrier()
         dist.destroy_process_group()
-    return said
-
-
-@with_a_vendor_of_ours
-def test_a_vendors_backend_that_only_c10d_was_given_is_refused(
-    run_workers: RunWorkers, device_kind: str
-) -> None:
-    for said in run_workers(name_the_vendors_backend, 2, args=("lazy",), time_limit=60):
-        assert len(said) == 4
-        assert all("'cpu:farcall,sim:vendor'" in each for each in said)
-        assert all("spmd.init_process_group()" in each for each in said)
 
 
 @on_devices

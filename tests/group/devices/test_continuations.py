@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from farcall import rpc
-from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, SIZE, device_kind, is_all, late, mode, on_devices, sleep
-from tests.support.workers import RunWorkers, Worker
+from tests.support.device_groups import in_device_group, on_device_workers, one_to_one
+from tests.support.devices import FIRST, SIZE, device_kind, is_all, late, mode, sleep
+from tests.support.workers import Worker
 
 __all__ = ["device_kind", "mode"]
 
@@ -74,29 +74,18 @@ def double(tensor: Tensor) -> Tensor:
     return tensor * 2
 
 
-@on_devices
-def wrap(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        found = []
-        for (put, take), retries in product(VALUES, (0, 1)):
+@in_device_group()
+def test_streams_wait_for_tensors_anywhere_in_the_value_of_a_callback() -> None:
+    for (put, take), retries in product(VALUES, (0, 1)):
 
-            def add_late(doubled: rpc.Future[Tensor], put: Callable[[Tensor], Any] = put) -> Any:
-                sleep(FIRST)
-                return put(doubled.wait() + 1)
+        def add_late(doubled: rpc.Future[Tensor], put: Callable[[Tensor], Any] = put) -> Any:
+            sleep(FIRST)
+            return put(doubled.wait() + 1)
 
-            ones = torch.ones(SIZE, device=FIRST)
-            future = rpc.rpc_async("worker1", double, args=(ones,), retries=retries).then(add_late)
-            with torch.Stream(device=FIRST):
-                found.append(is_all(take(future.wait()), 3.0))
-        return found
-
-
-def test_streams_wait_for_tensors_anywhere_in_the_value_of_a_callback(
-    run_workers: RunWorkers, mode: str
-) -> None:
-    assert run_workers(wrap, 2, args=(mode,), time_limit=60)[0] == [True] * (2 * len(VALUES))
+        ones = torch.ones(SIZE, device=FIRST)
+        future = rpc.rpc_async("worker1", double, args=(ones,), retries=retries).then(add_late)
+        with torch.Stream(device=FIRST):
+            assert is_all(take(future.wait()), 3.0)
 
 
 def double_late(tensor: Tensor) -> Tensor:
@@ -129,31 +118,6 @@ def fail() -> None:
     raise LookupError("as it is told")
 
 
-@on_devices
-def collect(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        found = []
-        for _ in range(2):
-            with torch.Stream(device=FIRST):
-                found += [is_all(each.wait(), 2.0) for each in torch.futures.collect_all(_calls()).wait()]
-                found += [is_all(value, 2.0) for value in torch.futures.wait_all(_calls())]
-                found.append(is_all(sum_of_calls().wait(), 4.0))
-                done = sum_of_calls()
-                done.wait()
-            with torch.Stream(device=FIRST):
-                found.append(is_all(done.wait(), 4.0))
-                found.append(is_all(rpc.rpc_sync("worker1", answer_sum), 4.0))
-        changed = _calls()
-        collected = torch.futures.collect_all(changed)
-        changed.clear()
-        found.append(len(collected.wait()) == 2)
-        changed = list(collected.wait())
-        found += [_are_themselves(changed), _is_freed_though_it_has_failed(), _are_copied_in_a_child(changed)]
-    return [*found, not _are_themselves(changed)]
-
-
 def _are_themselves(calls: list[Any]) -> bool:
     """Whether futures that are collected are those that were given, and no copies."""
     return torch.futures.collect_all(calls).wait()[0] is calls[0]
@@ -182,8 +146,31 @@ def _are_copied_in_a_child(calls: list[Any]) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def test_streams_wait_for_tensors_of_collected_calls(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(collect, 2, args=(mode,), time_limit=60)[0] == [True] * 19
+@on_device_workers()
+def test_streams_wait_for_tensors_of_collected_calls(worker: Worker) -> None:
+    changed: list[Any] = []
+    with worker.group(**one_to_one(worker)):
+        if worker.rank:
+            return
+        for _ in range(2):
+            with torch.Stream(device=FIRST):
+                assert all(is_all(each.wait(), 2.0) for each in torch.futures.collect_all(_calls()).wait())
+                assert all(is_all(value, 2.0) for value in torch.futures.wait_all(_calls()))
+                assert is_all(sum_of_calls().wait(), 4.0)
+                done = sum_of_calls()
+                done.wait()
+            with torch.Stream(device=FIRST):
+                assert is_all(done.wait(), 4.0)
+                assert is_all(rpc.rpc_sync("worker1", answer_sum), 4.0)
+        changed = _calls()
+        collected = torch.futures.collect_all(changed)
+        changed.clear()
+        assert len(collected.wait()) == 2
+        changed = list(collected.wait())
+        assert _are_themselves(changed)
+        assert _is_freed_though_it_has_failed()
+        assert _are_copied_in_a_child(changed)
+    assert not _are_themselves(changed)
 
 
 @rpc.functions.async_execution
@@ -201,16 +188,10 @@ def answer_from_a_thread(is_done: bool) -> torch.futures.Future[Tensor]:
     return future
 
 
-@on_devices
-def get_from_a_thread(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        return [is_all(rpc.rpc_sync("worker1", answer_from_a_thread, args=(each,)), 9.0) for each in (0, 1)]
-
-
-def test_a_program_s_own_future_names_its_devices(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(get_from_a_thread, 2, args=(mode,), time_limit=60)[0] == [True] * 2
+@in_device_group()
+def test_a_program_s_own_future_names_its_devices() -> None:
+    for is_done in (False, True):
+        assert is_all(rpc.rpc_sync("worker1", answer_from_a_thread, args=(is_done,)), 9.0)
 
 
 @rpc.functions.async_execution
@@ -218,21 +199,14 @@ def answer_late() -> rpc.Future[Tensor]:
     return rpc.rpc_async("worker0", int).then(lambda _: late(9.0))
 
 
-@on_devices
-def make(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        found = []
-        for _ in range(2):
-            first = rpc.rpc_async("worker1", int).then(lambda _: late(4.0))
-            second = first.then(lambda made: made.wait() + 1)
-            third = rpc.rpc_async("worker1", int).then(lambda _: None).then(lambda _: late(6.0))
-            with torch.Stream(device=FIRST):
-                found += [is_all(third.wait(), 6.0), is_all(second.wait(), 5.0), is_all(first.wait(), 4.0)]
-                found.append(is_all(rpc.rpc_sync("worker1", answer_late), 9.0))
-        return found
-
-
-def test_streams_wait_for_tensors_that_a_callback_has_made(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(make, 2, args=(mode,), time_limit=60)[0] == [True] * 8
+@in_device_group()
+def test_streams_wait_for_tensors_that_a_callback_has_made() -> None:
+    for _ in range(2):
+        first = rpc.rpc_async("worker1", int).then(lambda _: late(4.0))
+        second = first.then(lambda made: made.wait() + 1)
+        third = rpc.rpc_async("worker1", int).then(lambda _: None).then(lambda _: late(6.0))
+        with torch.Stream(device=FIRST):
+            assert is_all(third.wait(), 6.0)
+            assert is_all(second.wait(), 5.0)
+            assert is_all(first.wait(), 4.0)
+            assert is_all(rpc.rpc_sync("worker1", answer_late), 9.0)

@@ -6,7 +6,6 @@ import gc
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ import torch
 
 from farcall import rpc
 from rpc.errors import MessageLostError, WorkerLostError
-from tests.support.certificates import Authority
 from tests.support.cutting import cutting, until_cut
-from tests.support.device_groups import LARGE, one_to_one, until_agreed
+from tests.support.device_groups import LARGE, in_device_group, one_to_one, until_agreed
 from tests.support.devices import (
     FIRST,
     KIND,
@@ -47,31 +45,6 @@ def never(tensor: torch.Tensor) -> torch.Tensor:
     sleep(tensor.device)
     time.sleep(60)
     return tensor
-
-
-@on_devices
-def exchange(worker: Worker, options: dict[str, Any]) -> list[bool]:
-    with worker.group(**one_to_one(worker), **options):
-        if worker.rank:
-            return []
-        found = []
-        futures = [
-            rpc.rpc_async("worker1", double, args=(late(float(each), size=LARGE),)) for each in range(4)
-        ]
-        for each, future in enumerate(futures):
-            with torch.Stream(device=FIRST):
-                found.append(is_all(future.wait(), 2.0 * each))
-        return found
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("stripes", [1, 3])
-def test_tensors_travel_over_tls_and_several_connections(
-    run_workers: RunWorkers, device_kind: str, tmp_path: Path, stripes: int
-) -> None:
-    tls = Authority(tmp_path).issue()
-    options = {"tls": tls, "token": "of these tests only", "tcp_stripes": stripes, **ACROSS}
-    assert run_workers(exchange, 2, args=("lazy", options), time_limit=60)[0] == [True] * 4
 
 
 def _begin(names: tuple[str, ...] = ("worker1",)) -> list[Any]:
@@ -229,29 +202,21 @@ def test_answers_to_a_caller_that_died_are_given_up(run_workers: RunWorkers, dev
     assert workers[0].result() == NOTHING
 
 
-@on_devices
-def cancel(worker: Worker) -> Used:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return NOTHING
-        for _ in range(3):
-            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
-        gc.collect()
-        before = used()
-        for _ in range(4):
-            futures = [
-                rpc.rpc_async("worker1", double, args=(late(1.0, size=size),))
-                for size in (SMALL, LARGE, LARGE)
-            ]
-            for future in futures:
-                future.cancel()
-            del futures, future
-        assert is_all(rpc.rpc_sync("worker1", double, args=(late(3.0, size=LARGE),)), 6.0)
-        return left(before)
-
-
-def test_memory_of_cancelled_transfers_comes_back(run_workers: RunWorkers, device_kind: str) -> None:
-    assert run_workers(cancel, 2, args=("random",), time_limit=60)[0] == NOTHING
+@in_device_group(mode="random")
+def test_memory_of_cancelled_transfers_comes_back() -> None:
+    for _ in range(3):
+        rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
+    gc.collect()
+    before = used()
+    for _ in range(4):
+        futures = [
+            rpc.rpc_async("worker1", double, args=(late(1.0, size=size),)) for size in (SMALL, LARGE, LARGE)
+        ]
+        for future in futures:
+            future.cancel()
+        del futures, future
+    assert is_all(rpc.rpc_sync("worker1", double, args=(late(3.0, size=LARGE),)), 6.0)
+    assert left(before) == NOTHING
 
 
 @on_devices

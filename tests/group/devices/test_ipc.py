@@ -13,9 +13,16 @@ import torch
 from dist_autograd import backward, context, get_gradients
 from farcall import rpc
 from rpc.devices.ipc import Import
-from tests.support.device_groups import LARGE, is_read_in_place, one_to_one, until_agreed
-from tests.support.devices import FIRST, Used, device_kind, is_all, late, left, mode, on_devices, used
-from tests.support.workers import RunWorkers, Worker
+from tests.support.device_groups import (
+    LARGE,
+    in_device_group,
+    is_read_in_place,
+    on_device_workers,
+    one_to_one,
+    until_agreed,
+)
+from tests.support.devices import FIRST, Used, device_kind, is_all, late, left, mode, used
+from tests.support.workers import Worker
 
 __all__ = ["device_kind", "mode"]
 
@@ -43,86 +50,50 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2
 
 
-@on_devices
-def exchange(worker: Worker) -> list[Any]:
+@in_device_group()
+def test_memory_of_the_other_worker_is_read_in_order() -> None:
     _count_imports()
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        until_agreed("worker0", "worker1")
-        with torch.Stream(device=FIRST):
-            result = rpc.rpc_sync("worker1", double, args=(late(3.0, FIRST, LARGE),))
-            sync = is_all(result, 6.0)
-        tensor = late(4.0, FIRST, LARGE)
-        future = rpc.rpc_async("worker1", double, args=(tensor,))
-        del tensor
-        again = torch.full((LARGE,), 9.0, device=FIRST)
-        with torch.Stream(device=FIRST):
-            asynchronous = is_all(future.wait(), 8.0)
-        views = torch.arange(4.0 * LARGE, device=FIRST).reshape(2, 2, LARGE)
-        back = rpc.rpc_sync("worker1", _same, args=([views[0], views[1].T, views],))
-        same = [
-            torch.equal(a.cpu(), b.cpu()) for a, b in zip(back, [views[0], views[1].T, views], strict=True)
-        ]
-        leaf = torch.full((LARGE,), 2.0, device=FIRST, requires_grad=True)
-        with context() as number:
-            backward(number, [rpc.rpc_sync("worker1", double, args=(leaf * leaf,)).sum()])
-            same.append(is_all(get_gradients(number)[leaf], 8.0))
-        return [sync, asynchronous, is_all(again, 9.0), *same, opened() >= 6]
+    until_agreed("worker0", "worker1")
+    with torch.Stream(device=FIRST):
+        assert is_all(rpc.rpc_sync("worker1", double, args=(late(3.0, FIRST, LARGE),)), 6.0)
+    tensor = late(4.0, FIRST, LARGE)
+    future = rpc.rpc_async("worker1", double, args=(tensor,))
+    del tensor
+    again = torch.full((LARGE,), 9.0, device=FIRST)
+    with torch.Stream(device=FIRST):
+        assert is_all(future.wait(), 8.0)
+    views = torch.arange(4.0 * LARGE, device=FIRST).reshape(2, 2, LARGE)
+    sent = [views[0], views[1].T, views]
+    for mine, theirs in zip(sent, rpc.rpc_sync("worker1", _same, args=(sent,)), strict=True):
+        assert torch.equal(mine.cpu(), theirs.cpu())
+    leaf = torch.full((LARGE,), 2.0, device=FIRST, requires_grad=True)
+    with context() as number:
+        backward(number, [rpc.rpc_sync("worker1", double, args=(leaf * leaf,)).sum()])
+        assert is_all(get_gradients(number)[leaf], 8.0)
+    assert is_all(again, 9.0)
+    assert opened() >= 6
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def test_memory_of_the_other_worker_is_read_in_order(run_workers: RunWorkers, mode: str) -> None:
-    found = run_workers(exchange, 2, args=(mode,), time_limit=60)[0]
-    assert found == [True] * 8
-
-
-@on_devices
-def give_back(worker: Worker) -> Used:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return used()
-        until_agreed("worker0", "worker1")
-        before = used()
-        future = rpc.rpc_async("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
-        future.cancel()
-        for _ in range(5):
-            rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
-        del future
-        return left(before)
-
-
-def test_memory_comes_back(run_workers: RunWorkers, device_kind: str) -> None:
-    assert run_workers(give_back, 2, args=("random",), time_limit=60)[0] == Used(0, 0, 0)
-
-
-@on_devices
-def exchange_without_shared_memory(worker: Worker, without: int) -> list[Any]:
+@pytest.mark.parametrize("without", [0, 1])
+@on_device_workers(mode="random")
+def test_a_worker_without_shared_memory_is_sent_copies(worker: Worker, without: int) -> None:
     options = {"shared_memory_bytes": 0} if worker.rank == without else {}
     with worker.group(**one_to_one(worker), **options):
         if worker.rank:
-            return []
+            return
         before = used()
-        right = [
-            is_all(rpc.rpc_sync("worker1", double, args=(late(value, FIRST, LARGE),)), 2 * value)
-            for value in (1.0, 2.0, 3.0)
-        ]
-        return [*right, left(before)]
+        for value in (1.0, 2.0, 3.0):
+            assert is_all(rpc.rpc_sync("worker1", double, args=(late(value, FIRST, LARGE),)), 2 * value)
+        assert left(before) == Used(0, 0, 0)
 
 
-@pytest.mark.parametrize("without", [0, 1])
-def test_a_worker_without_shared_memory_is_sent_copies(
-    run_workers: RunWorkers, device_kind: str, without: int
-) -> None:
-    found = run_workers(exchange_without_shared_memory, 2, args=("random", without))[0]
-    assert found == [True] * 3 + [Used(0, 0, 0)]
-
-
-@on_devices
-def exchange_with_a_safe_worker(worker: Worker) -> list[Any]:
+@on_device_workers(mode="random")
+def test_a_worker_in_safe_mode_opens_no_memory_of_others(worker: Worker) -> None:
+    """Drivers check little of a handle, so one that a member makes up could crash the worker."""
     _count_imports()
     refused = queue.SimpleQueue[logging.LogRecord]()
     logger, handler = logging.getLogger("rpc.devices.ipc"), QueueHandler(refused)
@@ -131,17 +102,11 @@ def exchange_with_a_safe_worker(worker: Worker) -> list[Any]:
     safe: dict[str, Any] = {"deserialization": "safe"} if worker.rank else {}
     with worker.group(**one_to_one(worker), **safe):
         if worker.rank:
-            return []
-        right = bool((rpc.rpc_sync("worker1", double, args=(torch.full((LARGE,), 3.0),)) == 6.0).all())
+            return
+        assert bool((rpc.rpc_sync("worker1", double, args=(torch.full((LARGE,), 3.0),)) == 6.0).all())
         said = refused.get(timeout=20).getMessage()  # it was offered memory when the workers met
+        assert "it is in safe mode" in said
         with pytest.raises(RuntimeError, match=f"it is on device {FIRST}"):
             rpc.rpc_sync("worker1", double, args=(torch.ones(LARGE, device=FIRST),))
-        in_place = opened(), rpc.rpc_sync("worker1", opened), is_read_in_place("worker1")
-    logger.removeHandler(handler)
-    return ["it is in safe mode" in said, right, *in_place]
-
-
-def test_a_worker_in_safe_mode_opens_no_memory_of_others(run_workers: RunWorkers, device_kind: str) -> None:
-    """Drivers check little of a handle, so one that a member makes up could crash the worker."""
-    found = run_workers(exchange_with_a_safe_worker, 2, args=("random",), time_limit=60)[0]
-    assert found == [True, True, 0, 0, False]
+        assert opened() == rpc.rpc_sync("worker1", opened) == 0
+        assert not is_read_in_place("worker1")

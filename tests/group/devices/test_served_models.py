@@ -13,9 +13,9 @@ from dist_optim import DistributedOptimizer
 from farcall import rpc
 from rpc.errors import SerializationError
 from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, ShardedModule, parallelize_module
-from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, SECOND, LateSGD, device_kind, mode, on_devices, seen, sleep
-from tests.support.workers import RunWorkers, Worker
+from tests.support.device_groups import in_device_group, on_device_workers, one_to_one
+from tests.support.devices import FIRST, SECOND, LateSGD, device_kind, mode, seen, sleep
+from tests.support.workers import Worker
 
 __all__ = ["device_kind", "mode"]
 
@@ -66,8 +66,8 @@ def delay_requests() -> None:
                 sleep(device)
 
 
-@on_devices
-def compare_with_one_process(worker: Worker) -> None:
+@on_device_workers(3)
+def test_a_model_of_several_workers_is_that_of_one_process(worker: Worker) -> None:
     crossed = {FIRST: SECOND, SECOND: FIRST}  # to and from worker2
     maps = one_to_one(worker)["device_maps"]
     maps = {to: crossed if "worker2" in (to, worker.name) else same for to, same in maps.items()}
@@ -114,32 +114,25 @@ def compare_with_one_process(worker: Worker) -> None:
         model.close()
 
 
-@on_devices
-def compare_between_devices(worker: Worker) -> None:
+@in_device_group(3)
+def test_gradients_are_moved_to_the_device_of_each_part() -> None:
     """Tensors for the second worker arrive on the device of the first, and are moved."""
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return
-        model, alone = made(), mlp()
-        for parameter in alone.parameters():
-            nn.init.ones_(parameter)
-        x = torch.arange(4.0 * WIDTH).view(4, WIDTH) / 10
-        x.requires_grad_()
-        torch.autograd.backward(alone(x).square().sum())
-        for place in (FIRST, "cpu"):
-            given = x.detach().to(place).requires_grad_()
-            with context() as number:
-                backward(number, [model(given).square().sum()])
-                torch.testing.assert_close(get_gradients(number)[given].cpu(), x.grad)
-        model.close()
+    model, alone = made(), mlp()
+    for parameter in alone.parameters():
+        nn.init.ones_(parameter)
+    x = torch.arange(4.0 * WIDTH).view(4, WIDTH) / 10
+    x.requires_grad_()
+    torch.autograd.backward(alone(x).square().sum())
+    for place in (FIRST, "cpu"):
+        given = x.detach().to(place).requires_grad_()
+        with context() as number:
+            backward(number, [model(given).square().sum()])
+            torch.testing.assert_close(get_gradients(number)[given].cpu(), x.grad)
+    model.close()
 
 
-def test_gradients_are_moved_to_the_device_of_each_part(run_workers: RunWorkers, mode: str) -> None:
-    run_workers(compare_between_devices, 3, args=(mode,))
-
-
-@on_devices
-def call_without_a_map(worker: Worker) -> None:
+@on_device_workers(3)
+def test_a_call_that_no_part_was_sent_leaves_the_model_in_order(worker: Worker) -> None:
     """The workers of the model cannot send each other tensors on devices."""
     maps = one_to_one(worker)["device_maps"]
     if worker.rank:
@@ -154,11 +147,3 @@ def call_without_a_map(worker: Worker) -> None:
                 model(x.to(FIRST))
         assert seen(model(x)).shape == x.shape
         model.close()
-
-
-def test_a_call_that_no_part_was_sent_leaves_the_model_in_order(run_workers: RunWorkers, mode: str) -> None:
-    run_workers(call_without_a_map, 3, args=(mode,))
-
-
-def test_a_model_of_several_workers_is_that_of_one_process(run_workers: RunWorkers, mode: str) -> None:
-    run_workers(compare_with_one_process, 3, args=(mode,))

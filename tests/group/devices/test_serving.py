@@ -17,9 +17,9 @@ from farcall import client as clients
 from farcall import rpc
 from farcall.serving import Batching, Endpoint, Limits
 from rref.remote_module import RemoteModule
-from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, ONE_TO_ONE, SECOND, device_kind, late, mode, on_devices, sleep
-from tests.support.workers import RunWorkers, Worker
+from tests.support.device_groups import in_device_group, on_device_workers
+from tests.support.devices import FIRST, ONE_TO_ONE, SECOND, device_kind, late, mode, sleep
+from tests.support.workers import Worker
 
 __all__ = ["device_kind", "mode"]
 
@@ -45,62 +45,48 @@ class WhereItIs(LateScale):
         return rows * self.by
 
 
-@on_devices
-def serve_modules(worker: Worker) -> dict[str, list[float]]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return {}
-        remote: Any = RemoteModule(f"worker1/{FIRST}", LateScale, args=(5.0,))
+@in_device_group()
+def test_modules_on_devices_are_served() -> None:
+    remote: Any = RemoteModule(f"worker1/{FIRST}", LateScale, args=(5.0,))
 
-        def through_both(rows: Tensor) -> Tensor:
-            here: Tensor = LateScale(2.0)(rows)
-            there: Tensor = remote.forward(here)
-            total: Tensor = there + here
-            return total
+    def through_both(rows: Tensor) -> Tensor:
+        here: Tensor = LateScale(2.0)(rows)
+        there: Tensor = remote.forward(here)
+        total: Tensor = there + here
+        return total
 
-        def one_by_one(rows: Tensor) -> Any:
-            for row in rows:
-                yield remote.forward(row.to(FIRST))
+    def one_by_one(rows: Tensor) -> Any:
+        for row in rows:
+            yield remote.forward(row.to(FIRST))
 
-        endpoints = {"here": LateScale(3.0), "both": through_both, "rows": one_by_one}
-        server = farcall.serve(endpoints)
-        rows = np.arange(3, dtype=np.float32)
-        try:
-            with torch.no_grad(), clients.connect(f"localhost:{server.port}") as client:
-                found = {name: client.call(name, rows).tolist() for name in ("here", "both")}
-                found["rows"] = [each.item() for each in client.stream("rows", rows)]
-        finally:
-            server.stop(0.0)
-        return found
-
-
-def test_modules_on_devices_are_served(run_workers: RunWorkers, mode: str) -> None:
-    found = run_workers(serve_modules, 2, args=(mode,), time_limit=60)[0]
+    endpoints = {"here": LateScale(3.0), "both": through_both, "rows": one_by_one}
+    server = farcall.serve(endpoints)
+    rows = np.arange(3, dtype=np.float32)
+    try:
+        with torch.no_grad(), clients.connect(f"localhost:{server.port}") as client:
+            found = {name: client.call(name, rows).tolist() for name in ("here", "both")}
+            found["rows"] = [each.item() for each in client.stream("rows", rows)]
+    finally:
+        server.stop(0.0)
     assert found == {"here": [0.0, 3.0, 6.0], "both": [0.0, 12.0, 24.0], "rows": [0.0, 5.0, 10.0]}
 
 
-@on_devices
-def serve_a_remote_module(worker: Worker, options: dict[str, Any]) -> list[Any]:
-    with worker.group(**options):
+@pytest.mark.parametrize("maps", [{}, {"device_maps": {"worker1": ONE_TO_ONE}}], ids=["unmapped", "mapped"])
+@on_device_workers()
+def test_a_remote_module_on_a_device_is_served(worker: Worker, maps: dict[str, Any]) -> None:
+    with worker.group(**maps):
         if worker.rank:
-            return []
+            return
         remote = RemoteModule(f"worker1/{FIRST}", WhereItIs, args=(5.0,))
         server = farcall.serve({"alone": remote, "batched": Endpoint(remote, batching=Batching())})
         rows = np.arange(3, dtype=np.float32)
         try:
             with clients.connect(f"localhost:{server.port}") as client:
                 several = client.batch([("batched", (rows,)), ("batched", (rows + 1,))])
-                return [each.tolist() for each in (client.call("alone", rows), *several)]
+                found = [each.tolist() for each in (client.call("alone", rows), *several)]
         finally:
             server.stop(0.0)
-
-
-@pytest.mark.parametrize("maps", [{}, {"device_maps": {"worker1": ONE_TO_ONE}}], ids=["unmapped", "mapped"])
-def test_a_remote_module_on_a_device_is_served(
-    run_workers: RunWorkers, mode: str, maps: dict[str, Any]
-) -> None:
-    found = run_workers(serve_a_remote_module, 2, args=(mode, maps), time_limit=60)[0]
-    assert found == [[0.0, 5.0, 10.0], [0.0, 5.0, 10.0], [5.0, 10.0, 15.0]]
+        assert found == [[0.0, 5.0, 10.0], [0.0, 5.0, 10.0], [5.0, 10.0, 15.0]]
 
 
 def doubled(rows: Tensor) -> Tensor:
@@ -147,8 +133,8 @@ def current_device(_: Tensor) -> int:
     return torch.accelerator.current_device_index()
 
 
-@on_devices
-def serve_on_side_streams(_: Worker) -> dict[str, list[Any]]:
+@on_device_workers(1)
+def test_what_is_left_on_streams_is_waited_for_and_is_not_left_to_others(worker: Worker) -> None:
     endpoints = {each.__name__: each for each in (set_stream_and_device, set_in_tasks)}
     streams = {
         each.__name__: each for each in (one_by_one_on_a_side_stream, each_after_others_on_a_side_stream)
@@ -170,15 +156,8 @@ def serve_on_side_streams(_: Worker) -> dict[str, list[Any]]:
             for name in streams:
                 found[name] = [each.item() for each in client.stream(name, small)]
                 found[name].append(all((each == 2).all() for each in client.stream(name, large[None])))
-            return found
     finally:
         server.stop(0.0)
-
-
-def test_what_is_left_on_streams_is_waited_for_and_is_not_left_to_others(
-    run_workers: RunWorkers, mode: str
-) -> None:
-    found = run_workers(serve_on_side_streams, 1, args=(mode,), time_limit=60)[0]
     doubles = [0.0, 2.0, 4.0]
     alone, one_by_one = [doubles, True, doubles, True, 0], [*doubles, True]
     assert found == {
@@ -189,20 +168,13 @@ def test_what_is_left_on_streams_is_waited_for_and_is_not_left_to_others(
     }
 
 
-@on_devices
-def profile_a_call(worker: Worker) -> list[str]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        tensor = late(2.0)
-        with profile() as profiled:
-            doubled = rpc.rpc_sync("worker1", torch.mul, args=(tensor, 2))
-        assert bool((doubled.cpu() == 4).all())
-        return [event.name for event in profiled.events()]
-
-
-def test_a_profile_shows_what_a_call_does_on_a_device(run_workers: RunWorkers, mode: str) -> None:
-    names = run_workers(profile_a_call, 2, args=(mode,), time_limit=60)[0]
+@in_device_group()
+def test_a_profile_shows_what_a_call_does_on_a_device() -> None:
+    tensor = late(2.0)
+    with profile() as profiled:
+        doubled = rpc.rpc_sync("worker1", torch.mul, args=(tensor, 2))
+    assert bool((doubled.cpu() == 4).all())
+    names = [event.name for event in profiled.events()]
     call = "rpc_sync#aten::mul(worker0 -> worker1)"
     assert call in names
     assert f"{call}#remote_op: aten::mul" in names

@@ -17,7 +17,7 @@ from dist_optim import DistributedOptimizer
 from dist_optim.local_optimizer import LocalOptimizer
 from farcall import rpc
 from rref.remote_module import RemoteModule
-from tests.support.device_groups import one_to_one
+from tests.support.device_groups import in_device_group
 from tests.support.devices import (
     FIRST,
     SIZE,
@@ -25,12 +25,10 @@ from tests.support.devices import (
     device_kind,
     is_all,
     mode,
-    on_devices,
     seen,
     sleep,
 )
 from tests.support.streams import until
-from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
 
@@ -98,18 +96,11 @@ async def await_steps(parameter: rpc.RRef[Tensor]) -> list[bool]:
     return found
 
 
-@on_devices
-def see_steps_of_another(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        parameter = keep()
-        found = ask_for_steps(parameter)
-        return found + rpc.rpc_sync("worker0", await_steps, args=(parameter,))
-
-
-def test_what_comes_after_an_answer_sees_the_steps_of_its_call(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(see_steps_of_another, 3, args=(mode,))[0] == [True] * 7
+@in_device_group(3)
+def test_what_comes_after_an_answer_sees_the_steps_of_its_call() -> None:
+    parameter = keep()
+    found = ask_for_steps(parameter)
+    assert found + rpc.rpc_sync("worker0", await_steps, args=(parameter,)) == [True] * 7
 
 
 _stepped = threading.Event()
@@ -124,44 +115,29 @@ def step_and_report(parameter: rpc.RRef[Tensor]) -> None:
     rpc.rpc_sync(parameter.owner(), report_step)
 
 
-@on_devices
-def look_at_a_reference(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        parameter = keep()
-        parameter.local_value()  # waits for the making
-        future = rpc.rpc_async("worker2", step_and_report, args=(parameter,))
-        assert _stepped.wait(20)  # on this thread, no answer has come
-        with torch.Stream(device=FIRST):
-            found = [is_all(parameter.local_value(), 2.0)]
-        future.wait()
-        return found
-
-
-def test_a_reference_shows_the_steps_on_its_value(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(look_at_a_reference, 3, args=(mode,))[0] == [True]
+@in_device_group(3)
+def test_a_reference_shows_the_steps_on_its_value() -> None:
+    parameter = keep()
+    parameter.local_value()  # waits for the making
+    future = rpc.rpc_async("worker2", step_and_report, args=(parameter,))
+    assert _stepped.wait(20)  # on this thread, no answer has come
+    with torch.Stream(device=FIRST):
+        assert is_all(parameter.local_value(), 2.0)
+    future.wait()
 
 
 def see_kept(value: float) -> bool:
     return is_all(_kept[0], value)
 
 
-@on_devices
-def step_on_the_main_thread(worker: Worker) -> bool:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return True
-        parameter = keep().local_value()
-        optimizer = LocalOptimizer(LateSGD, [parameter], (), {"lr": 1.0})
-        with context() as number:
-            backward(number, [parameter.sum()])
-            optimizer.step(number)
-            return rpc.rpc_sync("worker0", see_kept, args=(2.0,))
-
-
-def test_a_step_without_a_request_is_seen_by_requests(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(step_on_the_main_thread, 2, args=(mode,))[0]
+@in_device_group()
+def test_a_step_without_a_request_is_seen_by_requests() -> None:
+    parameter = keep().local_value()
+    optimizer = LocalOptimizer(LateSGD, [parameter], (), {"lr": 1.0})
+    with context() as number:
+        backward(number, [parameter.sum()])
+        optimizer.step(number)
+        assert rpc.rpc_sync("worker0", see_kept, args=(2.0,))
 
 
 class Product(nn.Module):
@@ -203,26 +179,20 @@ def train_around_a_step(module: Any, parameters: list[rpc.RRef[nn.Parameter]]) -
     return gradients
 
 
-@on_devices
-def backwards_after_a_step(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        remote = RemoteModule(f"worker1/{FIRST}", Product)
-        here = Product().to(FIRST)
-        stream = torch.Stream(device=FIRST)  # steps of other threads are on another one
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
-            train_around_a_step(remote, remote.remote_parameters())
-            gradients = train_around_a_step(here, [rpc.RRef(each) for each in here.parameters()])
-            found = [is_all(gradients[here.first], 1.0), is_all(gradients[here.second], 2.0)]
-            for references in (remote.remote_parameters(), [rpc.RRef(each) for each in here.parameters()]):
-                found += [is_all(references[0].to_here(), -2.0), is_all(references[1].to_here(), -1.0)]
-        return found
-
-
-def test_a_backward_goes_on_with_the_parameters_of_a_step(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(backwards_after_a_step, 2, args=(mode,))[0] == [True] * 6
+@in_device_group()
+def test_a_backward_goes_on_with_the_parameters_of_a_step() -> None:
+    remote = RemoteModule(f"worker1/{FIRST}", Product)
+    here = Product().to(FIRST)
+    stream = torch.Stream(device=FIRST)  # steps of other threads are on another one
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        train_around_a_step(remote, remote.remote_parameters())
+        gradients = train_around_a_step(here, [rpc.RRef(each) for each in here.parameters()])
+        assert is_all(gradients[here.first], 1.0)
+        assert is_all(gradients[here.second], 2.0)
+        for references in (remote.remote_parameters(), [rpc.RRef(each) for each in here.parameters()]):
+            assert is_all(references[0].to_here(), -2.0)
+            assert is_all(references[1].to_here(), -1.0)
 
 
 class StepInBackward(torch.autograd.Function):
@@ -257,23 +227,16 @@ def multiplied_by_product(x: Tensor) -> Tensor:
     return _product[0] * x
 
 
-@on_devices
-def step_within_a_backward(worker: Worker) -> bool:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return True
-        parameter = rpc.rpc_sync("worker1", keep)
-        x = torch.ones(SIZE, device=FIRST, requires_grad=True)
-        with context() as number:
-            product = rpc.rpc_sync("worker1", product_with_kept, args=(x,))
-            same = rpc.rpc_sync("worker2", stepping_in_backward, args=(product, parameter))
-            square = rpc.rpc_sync("worker1", multiplied_by_product, args=(same,))
-            backward(number, [square.sum()])
-            return is_all(get_gradients(number)[x], 2.0 * (3 + 3))  # by the parameter, which was 3 before
-
-
-def test_gradients_that_come_after_a_step_meet_its_parameters(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(step_within_a_backward, 3, args=(mode,))[0]
+@in_device_group(3)
+def test_gradients_that_come_after_a_step_meet_its_parameters() -> None:
+    parameter = rpc.rpc_sync("worker1", keep)
+    x = torch.ones(SIZE, device=FIRST, requires_grad=True)
+    with context() as number:
+        product = rpc.rpc_sync("worker1", product_with_kept, args=(x,))
+        same = rpc.rpc_sync("worker2", stepping_in_backward, args=(product, parameter))
+        square = rpc.rpc_sync("worker1", multiplied_by_product, args=(same,))
+        backward(number, [square.sum()])
+        assert is_all(get_gradients(number)[x], 2.0 * (3 + 3))  # by the parameter, which was 3 before
 
 
 _both_step = threading.Event()
@@ -303,32 +266,23 @@ class Summing(optim.Optimizer):
             parameter.sub_(state["sum"])
 
 
-@on_devices
-def step_at_once(worker: Worker) -> bool:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return True
-        parameter = rpc.rpc_sync("worker1", keep)
-        optimizer = DistributedOptimizer(Summing, [parameter])
-        all_step = threading.Barrier(2)
+@in_device_group(mode="eager")
+def test_what_a_step_keeps_is_kept_until_the_next_one_that_waits_has_used_it() -> None:
+    parameter = rpc.rpc_sync("worker1", keep)
+    optimizer = DistributedOptimizer(Summing, [parameter])
+    all_step = threading.Barrier(2)
 
-        def train() -> None:
-            with context() as number:
-                ones = torch.ones(SIZE, device=FIRST)
-                backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
-                all_step.wait()
-                optimizer.step(number)
+    def train() -> None:
+        with context() as number:
+            ones = torch.ones(SIZE, device=FIRST)
+            backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
+            all_step.wait()
+            optimizer.step(number)
 
-        with ThreadPoolExecutor(2) as trainers:
-            for trained in [trainers.submit(train) for _ in range(2)]:
-                trained.result()
-        return is_all(parameter.to_here(), 3.0 - 1.0 - 2.0)
-
-
-def test_what_a_step_keeps_is_kept_until_the_next_one_that_waits_has_used_it(
-    run_workers: RunWorkers, device_kind: str
-) -> None:
-    assert run_workers(step_at_once, 2, args=("eager",))[0]
+    with ThreadPoolExecutor(2) as trainers:
+        for trained in [trainers.submit(train) for _ in range(2)]:
+            trained.result()
+    assert is_all(parameter.to_here(), 3.0 - 1.0 - 2.0)
 
 
 class LateLinearLR(optim.lr_scheduler.LinearLR):
@@ -344,34 +298,25 @@ class LateLinearLR(optim.lr_scheduler.LinearLR):
         self.optimizer.param_groups[0]["lr"].copy_(self.base_lrs[0])
 
 
-@on_devices
-def schedule(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        parameter = rpc.rpc_sync("worker1", keep)
-        rate = torch.ones((), device=FIRST)
-        optimizer = DistributedOptimizer(optim.SGD, [parameter], lr=rate, foreach=False)
-        found: list[bool] = []
+@in_device_group()
+def test_a_step_has_the_learning_rate_of_the_scheduler() -> None:
+    parameter = rpc.rpc_sync("worker1", keep)
+    rate = torch.ones((), device=FIRST)
+    optimizer = DistributedOptimizer(optim.SGD, [parameter], lr=rate, foreach=False)
 
-        def step_to(value: float) -> None:
-            with context() as number:
-                ones = torch.ones(SIZE, device=FIRST)
-                backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
-                optimizer.step(number)
-            found.append(is_all(parameter.to_here(), value))
+    def step_to(value: float) -> None:
+        with context() as number:
+            ones = torch.ones(SIZE, device=FIRST)
+            backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
+            optimizer.step(number)
+        assert is_all(parameter.to_here(), value)
 
-        scheduler = optimizer.lr_scheduler(LateLinearLR, start_factor=0.5, total_iters=2)
-        step_to(2.5)
-        scheduler.step()
-        step_to(1.75)
-        scheduler.load_state_dict(scheduler.state_dict())
-        step_to(0.75)
-        return found
-
-
-def test_a_step_has_the_learning_rate_of_the_scheduler(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(schedule, 2, args=(mode,))[0] == [True] * 3
+    scheduler = optimizer.lr_scheduler(LateLinearLR, start_factor=0.5, total_iters=2)
+    step_to(2.5)
+    scheduler.step()
+    step_to(1.75)
+    scheduler.load_state_dict(scheduler.state_dict())
+    step_to(0.75)
 
 
 _locked = threading.Semaphore(0)
@@ -397,30 +342,21 @@ class Awaited(LateSGD):
         super().load_state_dict(state)
 
 
-@on_devices
-def save_and_load_at_once(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        parameter = rpc.rpc_sync("worker1", keep)
-        optimizer = DistributedOptimizer(Awaited, [parameter], lr=1.0, momentum=0.5)
-        with ThreadPoolExecutor(1) as other, context() as number:
-            ones = torch.ones(SIZE, device=FIRST)
-            backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
-            stepping = other.submit(optimizer.step, number)
-            rpc.rpc_sync("worker1", until_locked)
-            state = optimizer.state_dict()
-            stepping.result()
-            found = [is_all(state["state"][0]["momentum_buffer"], 1.0)]
-            state["state"][0]["momentum_buffer"] = torch.full(
-                (SIZE,), 10.0, device=FIRST, dtype=torch.float64
-            )
-            loading = other.submit(optimizer.load_state_dict, state)
-            rpc.rpc_sync("worker1", until_locked)
-            optimizer.step(number)
-            loading.result()
-        return [*found, is_all(parameter.to_here(), 3.0 - 1.0 - (0.5 * 10.0 + 1.0))]
-
-
-def test_a_state_is_taken_and_loaded_between_two_steps(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(save_and_load_at_once, 2, args=(mode,))[0] == [True] * 2
+@in_device_group()
+def test_a_state_is_taken_and_loaded_between_two_steps() -> None:
+    parameter = rpc.rpc_sync("worker1", keep)
+    optimizer = DistributedOptimizer(Awaited, [parameter], lr=1.0, momentum=0.5)
+    with ThreadPoolExecutor(1) as other, context() as number:
+        ones = torch.ones(SIZE, device=FIRST)
+        backward(number, [rpc.rpc_sync("worker1", multiplied_by_kept, args=(ones,)).sum()])
+        stepping = other.submit(optimizer.step, number)
+        rpc.rpc_sync("worker1", until_locked)
+        state = optimizer.state_dict()
+        stepping.result()
+        assert is_all(state["state"][0]["momentum_buffer"], 1.0)
+        state["state"][0]["momentum_buffer"] = torch.full((SIZE,), 10.0, device=FIRST, dtype=torch.float64)
+        loading = other.submit(optimizer.load_state_dict, state)
+        rpc.rpc_sync("worker1", until_locked)
+        optimizer.step(number)
+        loading.result()
+    assert is_all(parameter.to_here(), 3.0 - 1.0 - (0.5 * 10.0 + 1.0))

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from farcall import rpc
 from tests.group.devices.test_order import Counter
-from tests.support.device_groups import one_to_one
-from tests.support.devices import FIRST, SECOND, device_kind, is_all, late, mode, on_devices, sleep
-from tests.support.workers import RunWorkers, Worker
+from tests.support.device_groups import in_device_group
+from tests.support.devices import FIRST, SECOND, device_kind, is_all, late, mode, sleep
 
 __all__ = ["device_kind", "mode"]
 
@@ -63,21 +62,14 @@ async def run_in_executor(tensor: Tensor) -> Tensor:
 ALL = (gather, create_task, task_group, shield, wait_for, to_thread, run_in_executor)
 
 
-@on_devices
-def start_in_callees(worker: Worker) -> list[str]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        callees: list[Callable[..., Coroutine[Any, Any, Tensor]]] = [*ALL]
-        return [
-            function.__name__
-            for function in callees
-            if not all(is_all(rpc.rpc_sync("worker1", function, args=(late(2.0),)), 6.0) for _ in range(2))
-        ]
-
-
-def test_what_a_coroutine_starts_is_in_order(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(start_in_callees, 2, args=(mode,), time_limit=60)[0] == []
+@in_device_group()
+def test_what_a_coroutine_starts_is_in_order() -> None:
+    callees: list[Callable[..., Coroutine[Any, Any, Tensor]]] = [*ALL]
+    assert [
+        function.__name__
+        for function in callees
+        if not all(is_all(rpc.rpc_sync("worker1", function, args=(late(2.0),)), 6.0) for _ in range(2))
+    ] == []
 
 
 async def found_in_a_task(counter: rpc.RRef[Counter]) -> Counter:
@@ -115,24 +107,16 @@ async def add_on_a_thread(counter: rpc.RRef[Counter]) -> None:
     await asyncio.to_thread(lambda: counter.local_value().add(1.0))
 
 
-@on_devices
-def use_objects_in_tasks(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        counter = rpc.remote("worker1", Counter)
-        found = [is_all(counter.rpc_sync().get(), 0.0)]
-        for total, function in enumerate((add_to_what_a_task_found, add_on_a_thread) * 2, start=1):
-            rpc.rpc_sync("worker1", function, args=(counter,))
-            found.append(is_all(counter.rpc_sync().get(), float(total)))
-        tripling = rpc.remote("worker1", Tripling)
-        asked = [tripling.rpc_async().triple(late(float(value))) for value in range(3)]
-        found.extend(is_all(each.wait(), 3.0 * (value + 1)) for value, each in enumerate(asked))
-        return found
-
-
-def test_later_requests_see_what_tasks_did_to_an_object(run_workers: RunWorkers, mode: str) -> None:
-    assert run_workers(use_objects_in_tasks, 2, args=(mode,), time_limit=60)[0] == [True] * 8
+@in_device_group()
+def test_later_requests_see_what_tasks_did_to_an_object() -> None:
+    counter = rpc.remote("worker1", Counter)
+    assert is_all(counter.rpc_sync().get(), 0.0)
+    for total, function in enumerate((add_to_what_a_task_found, add_on_a_thread) * 2, start=1):
+        rpc.rpc_sync("worker1", function, args=(counter,))
+        assert is_all(counter.rpc_sync().get(), float(total))
+    tripling = rpc.remote("worker1", Tripling)
+    asked = [tripling.rpc_async().triple(late(float(value))) for value in range(3)]
+    assert all((is_all(each.wait(), 3.0 * (value + 1)) for value, each in enumerate(asked)))
 
 
 async def on_a_stream_of_its_own(index: int) -> bool:
@@ -161,15 +145,6 @@ async def start_several(tensor: Tensor) -> list[bool]:
     return [mine[0] == tensor.device.index, *(each == mine for each in theirs), *alone, stands() == mine]
 
 
-@on_devices
-def start_several_there(worker: Worker) -> list[bool]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return []
-        return rpc.rpc_sync("worker1", start_several, args=(torch.ones(3, device=SECOND),))
-
-
-def test_a_task_begins_where_its_creator_is_and_moves_alone(
-    run_workers: RunWorkers, device_kind: str
-) -> None:
-    assert run_workers(start_several_there, 2, args=("eager",), time_limit=60)[0] == [True] * 7
+@in_device_group(mode="eager")
+def test_a_task_begins_where_its_creator_is_and_moves_alone() -> None:
+    assert rpc.rpc_sync("worker1", start_several, args=(torch.ones(3, device=SECOND),)) == [True] * 7

@@ -12,7 +12,14 @@ import torch
 
 from farcall import rpc
 from rpc.devices import ipc
-from tests.support.device_groups import LARGE, is_read_in_place, one_to_one, until_agreed
+from tests.support.device_groups import (
+    LARGE,
+    in_device_group,
+    is_read_in_place,
+    on_device_workers,
+    one_to_one,
+    until_agreed,
+)
 from tests.support.devices import (
     COUNT,
     FIRST,
@@ -108,8 +115,8 @@ def test_what_was_offered_and_refused_comes_back(
     run_workers(offer, 2, args=("random", hinder), time_limit=60)
 
 
-@on_devices
-def send_what_cannot_be_opened(worker: Worker) -> None:
+@on_device_workers(mode="random")
+def test_a_tensor_that_cannot_be_opened_fails_its_call_and_comes_back(worker: Worker) -> None:
     if worker.rank:
         _fails_once(type(ipc.handles_of(KIND)))
     with worker.group(**one_to_one(worker)):
@@ -121,12 +128,6 @@ def send_what_cannot_be_opened(worker: Worker) -> None:
             rpc.rpc_sync("worker1", double, args=(sent,))
         assert is_all(rpc.rpc_sync("worker1", double, args=(sent,)), 2.0)
         until(lambda: not _exported())
-
-
-def test_a_tensor_that_cannot_be_opened_fails_its_call_and_comes_back(
-    run_workers: RunWorkers, device_kind: str
-) -> None:
-    run_workers(send_what_cannot_be_opened, 2, args=("random",), time_limit=60)
 
 
 def _never_end(*_: object) -> None:
@@ -200,30 +201,21 @@ def ran() -> list[int]:
     return _ran
 
 
-@on_devices
-def cancel_early(worker: Worker) -> tuple[bool, list[int], Used]:
-    with worker.group(**one_to_one(worker)):
-        if worker.rank:
-            return False, [], used()
-        rpc.rpc_sync("worker1", double, args=(torch.ones(10, device=FIRST),))
-        before = used()
-        gate = torch.Event(KIND)
-        stream = torch.Stream(device=FIRST)
-        from tests.accelerator import device
+@in_device_group(mode="eager")
+def test_a_call_that_is_cancelled_before_its_tensors_are_copied_is_not_made() -> None:
+    rpc.rpc_sync("worker1", double, args=(torch.ones(10, device=FIRST),))
+    before = used()
+    gate = torch.Event(KIND)
+    stream = torch.Stream(device=FIRST)
+    from tests.accelerator import device
 
-        with stream:
-            for _ in range(100):
-                device.sleep(20_000)
-            gate.record()
-        torch.accelerator.current_stream(torch.device(FIRST)).wait_event(gate)
-        future = rpc.rpc_async("worker1", note, args=(torch.ones(10, device=FIRST),))
-        cancelled = future.cancel()
-        del future
-        rpc.rpc_sync("worker1", note, args=(torch.ones(20, device=FIRST),))
-        return cancelled, rpc.rpc_sync("worker1", ran), left(before)
-
-
-def test_a_call_that_is_cancelled_before_its_tensors_are_copied_is_not_made(
-    run_workers: RunWorkers, device_kind: str
-) -> None:
-    assert run_workers(cancel_early, 2, args=("eager",), time_limit=60)[0] == (True, [20], Used(0, 0, 0))
+    with stream:
+        for _ in range(100):
+            device.sleep(20_000)
+        gate.record()
+    torch.accelerator.current_stream(torch.device(FIRST)).wait_event(gate)
+    future = rpc.rpc_async("worker1", note, args=(torch.ones(10, device=FIRST),))
+    cancelled = future.cancel()
+    del future
+    rpc.rpc_sync("worker1", note, args=(torch.ones(20, device=FIRST),))
+    assert (cancelled, rpc.rpc_sync("worker1", ran), left(before)) == (True, [20], Used(0, 0, 0))

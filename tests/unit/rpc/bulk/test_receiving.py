@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rpc.bulk.matching import WINDOW
 from rpc.bulk.point_to_point import RESERVED_TAGS
-from rpc.errors import ProtocolError, RpcError, WorkerLostError
+from rpc.errors import ProtocolError, RpcError
 from rpc.wire import reassembly
 from rpc.wire.chunking import CHUNK_BYTES
 from rpc.wire.frames import Kind, chunk_prefix, encode
@@ -46,33 +46,6 @@ class Buffer:
 
     def wipe(self) -> None:
         self._whole[:] = UNTOUCHED
-
-
-def test_what_has_come_of_a_message_is_in_the_posted_buffer_already() -> None:
-    end, buffer = End("peer", 1), Buffer()
-    posted = end.bulk.post(end.peer, TAG, buffer.bytes)
-    *first, last = message(TAG, 0, [numbers()])
-    for data in first:
-        end.receive(data)
-    assert (buffer.bytes[: 3 * CHUNK_BYTES] == numbers()[: 3 * CHUNK_BYTES]).sum() > 2 * CHUNK_BYTES
-    assert not posted.done()
-    end.receive(last)
-    assert posted.done()
-    assert buffer.has(numbers())
-
-
-@pytest.mark.parametrize("posts", ["before", "in the middle", "after"])
-def test_a_message_fills_its_post_whenever_that_is_made(posts: str) -> None:
-    end, buffer = End("peer", 1), Buffer()
-    chunks = message(TAG, 0, [numbers()])
-    for index, data in enumerate(chunks):
-        if index == {"before": 0, "in the middle": 2}.get(posts):
-            posted = end.bulk.post(end.peer, TAG, buffer.bytes)
-        end.receive(data)
-    if posts == "after":
-        posted = end.bulk.post(end.peer, TAG, buffer.bytes)
-    posted.wait(1)
-    assert buffer.has(numbers())
 
 
 @settings(PROFILE, max_examples=examples(40))
@@ -160,17 +133,6 @@ def test_a_message_that_is_here_before_its_turn_leaves_a_cancelled_buffer() -> N
     assert buffers[0].has(numbers())
     assert buffers[1].is_untouched()
     assert buffers[2].has(numbers(first=1))
-
-
-def test_when_the_sender_dies_the_buffer_is_the_caller_s_again() -> None:
-    end, buffer = End("peer", 1), Buffer()
-    posted = end.bulk.post(end.peer, TAG, buffer.bytes)
-    data = b"".join(message(TAG, 0, [numbers()]))
-    end.receive(data[: CHUNK_BYTES + 5000])
-    end.lose()
-    with pytest.raises(WorkerLostError):
-        posted.wait()
-    assert buffer.is_guarded()
 
 
 # ---- what a peer may not do

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import select
 import socket
 import threading
@@ -15,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from rpc.bulk import stream_ends
 from rpc.bulk.stream_ends import LEAVING, BulkQueue, StreamReader
 from rpc.transport.bulk_socket import BulkSocket, bulk_socket
 from rpc.wire.frames import PREFIX_BYTES, Frame, Kind, LargeFrame, chunk_prefix, chunked, encode, open_message
@@ -184,25 +182,6 @@ def begun(number: int, data: np.ndarray, length: int) -> bytes:
 # ---- messages arrive
 
 
-@pytest.mark.parametrize(("count", "kind"), [(1, Kind.CALL), (3, Kind.BULK)])
-def test_messages_of_any_size_arrive_whole_over_any_number_of_streams(count: int, kind: int) -> None:
-    sizes = [MIB, 3 * MIB + 7, 17 * MIB, 8 * MIB + 1, 5, 700_000]
-    random.Random(count).shuffle(sizes)
-    with streams(count) as (socks, receiver), queue(socks, receiver.open) as sender:
-        for number, size in enumerate(sizes):
-            assert sender.add(message(number, numbers(size, number), kind))
-        frames = {frame.call_id: frame for frame in receiver.wait_for(len(sizes))}
-        for number, size in enumerate(sizes):
-            assert frames[number].kind == kind
-            first, data = frames[number].buffers
-            assert first == b"first"
-            assert (np.frombuffer(data, np.uint8) == numbers(size, number)).all()
-        assert not receiver.arriving.open_messages
-        assert receiver.arriving.promised == 0
-        assert receiver.failures == sender.failures == []
-        until(lambda: sender.unsent == 0)
-
-
 def test_a_chunk_waits_for_the_opening_that_comes_on_the_connection() -> None:
     late: list[bytes] = []
     with streams() as (socks, receiver), queue(socks, late.append) as sender:
@@ -211,15 +190,6 @@ def test_a_chunk_waits_for_the_opening_that_comes_on_the_connection() -> None:
         assert receiver.frames == []
         receiver.open(late[0])
         assert receiver.wait_for(1)[0].kind == Kind.CALL
-
-
-def test_what_is_posted_is_received_in_place() -> None:
-    memory = np.zeros(5 * MIB, np.uint8)
-    with streams(2) as (socks, receiver), queue(socks) as sender:
-        receiver.arriving.find_target = lambda kind, call_id, sizes: Target([memory.data])
-        sender.add(message(1, numbers(5 * MIB)))
-        receiver.wait_for(1)
-        assert (memory == numbers(5 * MIB)).all()
 
 
 def merger_of(memory: np.ndarray) -> Merger:
@@ -313,24 +283,6 @@ def test_when_the_connection_breaks_nothing_is_written_to_the_buffer_any_more() 
         assert receiver.frames == []
 
 
-def test_the_end_of_a_stream_in_the_middle_of_a_message_is_told() -> None:
-    size = 2 * MIB
-    with streams() as (socks, receiver):
-        in_the_middle(socks[0], receiver, np.zeros(size, np.uint8), size)
-        socks[0].close()
-        assert receiver.failed.wait(SOON)
-        assert receiver.failures == [(False, "the connection was closed by the other side")]
-
-
-def test_a_reader_that_waits_for_the_rest_of_a_message_can_be_closed() -> None:
-    size = 2 * MIB
-    with streams() as (socks, receiver):
-        in_the_middle(socks[0], receiver, np.zeros(size, np.uint8), size)
-        receiver.close()
-        assert receiver.failures == []
-        assert not receiver.readers[0].is_running
-
-
 def test_a_thread_sleeps_until_the_rest_of_a_message_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     receive = BulkSocket.receive
@@ -397,38 +349,7 @@ def test_a_chunk_of_a_message_that_is_never_opened_is_a_breach(monkeypatch: pyte
         assert receiver.failures == [(True, "a chunk belongs to message 9, which is not open")]
 
 
-def test_a_message_that_comes_byte_by_byte_arrives() -> None:
-    data = numbers(300)
-    with streams() as (socks, receiver):
-        whole = message(1, data)
-        for byte in begun(1, data, whole.size) + b"".join(bytes(each) for each in whole.take(whole.size)):
-            socks[0].sendall(bytes([byte]))
-        (frame,) = receiver.wait_for(1)
-        assert bytes(frame.buffers[1]) == data.tobytes()
-
-
 # ---- threads
-
-
-def test_threads_end_when_there_is_nothing_to_do_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_ends, "IDLE_SECONDS", 0.01)
-    loop = Watching()
-    with streams(loop=loop) as (socks, receiver), queue(socks) as sender:
-        for number in range(3):
-            assert loop.watched.wait(SOON)
-            until(lambda: not sender.threads and not receiver.readers[0].is_running)
-            loop.watched.clear()
-            sender.add(message(number, numbers(MIB, number)))
-            loop.find()
-            receiver.wait_for(number + 1)
-
-
-def test_no_more_threads_than_streams_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    with streams(2) as (socks, receiver), queue(socks) as sender:
-        for number in range(20):
-            sender.add(message(number, numbers(MIB)))
-            assert sender.threads <= 2
-        receiver.wait_for(20)
 
 
 def test_a_thread_that_writes_to_a_peer_which_reads_nothing_can_be_ended() -> None:
@@ -441,15 +362,6 @@ def test_a_thread_that_writes_to_a_peer_which_reads_nothing_can_be_ended() -> No
         assert sender.failures == []
         assert not sender.add(message(2, numbers(MIB)))
     there.close()
-
-
-def test_the_end_of_a_stream_is_told_by_the_thread_that_writes() -> None:
-    here, there = socket.socketpair()
-    with queue([here]) as sender:
-        there.close()
-        sender.add(message(1, numbers(20 * MIB)))
-        until(lambda: sender.failures)
-        assert len(sender.failures) == 1
 
 
 def test_callers_wait_while_too_much_is_to_be_sent() -> None:
@@ -486,3 +398,12 @@ def test_a_sender_that_leaves_says_so_behind_all_messages(count: int) -> None:
             assert receiver.left.acquire(timeout=SOON)
         assert len(receiver.frames) == 3
         until(lambda: not sender.threads)
+
+
+def test_the_end_of_a_stream_is_told_by_the_thread_that_writes() -> None:
+    here, there = socket.socketpair()
+    with queue([here]) as sender:
+        there.close()
+        sender.add(message(1, numbers(20 * MIB)))
+        until(lambda: sender.failures)
+        assert len(sender.failures) == 1

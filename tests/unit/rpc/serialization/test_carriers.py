@@ -69,14 +69,6 @@ def office() -> TicketOffice:
     return TicketOffice()
 
 
-def test_object_travels_in_the_header(office: TicketOffice) -> None:
-    payload = office.serializer.between(peer_is_safe=False).dump_call(
-        null, (Ticket(1), [Season(2)]), {"k": Ticket(3)}, CALLEE
-    )
-    assert payload.header == {"ticket": [[1, "x"], [2, "x"], [3, "x"]]}
-    assert office.departed == [(1, CALLEE), (2, CALLEE), (3, CALLEE)]
-
-
 def test_object_arrives_at_its_places(office: TicketOffice) -> None:
     ticket = Ticket(5)
     first, second, other = send([ticket, ticket, Ticket(6)], by=office.serializer)
@@ -115,13 +107,6 @@ def test_error_of_a_carrier_keeps_its_class_and_names_the_call(office: TicketOff
     assert "callees.null on worker 'callee'" in caught.value.__notes__[0]
 
 
-def test_adopting_does_not_need_the_pickle(office: TicketOffice) -> None:
-    header, _ = deliver(office.serializer.between(peer_is_safe=False).dumps([Ticket(1)], CALLEE))
-    arrivals = office.serializer.adopt(header, CALLER)
-    assert arrivals is not None
-    assert [ticket.number for ticket in arrivals["ticket"]] == [1]
-
-
 def test_failed_unpickling_has_adopted_already(office: TicketOffice) -> None:
     header, buffers = deliver(
         office.serializer.between(peer_is_safe=False).dumps([FailsToLoad(), Ticket(1)], CALLEE)
@@ -156,10 +141,6 @@ def test_pickle_that_refers_to_what_did_not_arrive_is_an_error(office: TicketOff
         office.serializer.between(peer_is_safe=False).loads(header, buffers, None, CALLER)
     with pytest.raises(SerializationError, match="which it does not bring"):
         office.serializer.between(peer_is_safe=False).loads(header, buffers, {"ticket": []}, CALLER)
-
-
-def test_ready_at_once(office: TicketOffice) -> None:
-    assert office.serializer.ready({"ticket": [Ticket(1)]}, pytest.fail)
 
 
 def test_ready_waits_for_each_carrier_in_turn(office: TicketOffice) -> None:

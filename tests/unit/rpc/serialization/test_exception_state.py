@@ -18,6 +18,7 @@ SLOTS = (
     *("args", "code", "path", "number", "place", "private", "detail", "fixed", "reason", "sector", "message"),
     *("errno", "strerror", "filename", "filename2", "characters_written", "value", "name", "msg", "lineno"),
     *("offset", "text", "end_lineno", "end_offset", "encoding", "object", "start", "end"),
+    *("worker", "remote_type", "remote_traceback"),
 )
 
 Way = Callable[[Exception], BaseException]

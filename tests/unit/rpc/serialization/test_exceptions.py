@@ -9,9 +9,9 @@ import msgpack
 import pytest
 import torch
 
-from rpc.errors import FunctionNotFoundError, RemoteError, RpcTimeoutError, WorkerLostError
+from rpc.errors import RemoteError
 from rpc.serialization import exceptions
-from tests.unit.rpc.serialization.callees import DetailedError, trouble
+from tests.unit.rpc.serialization.callees import trouble
 from tests.unit.rpc.serialization.journey import CALLEE, CALLER, PICKLES, SERIALIZER, deliver, raise_remotely
 
 
@@ -25,34 +25,6 @@ def raised(function: Any, *args: Any) -> Exception:
 
 def printed(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("Expected error"),
-        ValueError("\nFirst line \n next line"),
-        KeyError("k"),
-        OSError(2, "No such file", "f"),
-        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
-        StopIteration(3),
-        ZeroDivisionError(),
-        DetailedError("text", detail={"a": 1}),
-        RpcTimeoutError("too slow"),
-        FunctionNotFoundError("no such thing"),
-        WorkerLostError("gone", "w", "why"),
-        RemoteError("text", "kind", "trace"),
-        ExceptionGroup("several", [ValueError("a"), TypeError("b")]),
-        torch.OutOfMemoryError("oom"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_type_text_arguments_and_attributes_are_kept(error: Exception) -> None:
-    arrived = raise_remotely(error)
-    assert type(arrived) is type(error)
-    assert str(arrived) == str(error)
-    assert len(arrived.args) == len(error.args)
-    assert getattr(arrived, "detail", None) == getattr(error, "detail", None)
 
 
 def test_remote_traceback_is_printed_with_the_exception() -> None:

@@ -34,22 +34,7 @@ def allow() -> AllowList:
 @pytest.mark.parametrize(
     "value",
     [
-        [
-            1,
-            -1,
-            300,
-            70_000,
-            2**40,
-            -(2**2000),
-            2.5,
-            True,
-            None,
-            "é\udc80",
-            b"x" * 300,
-            bytearray(b"y"),
-            3 + 4j,
-        ],
-        {"a": (1, (2, ())), 3: {4: {5, 6}}, (1, 2): frozenset([7])},
+        [-(2**2000), "é\udc80", b"x" * 300, bytearray(b"y")],
         [["x" * 70_000], ("y",) * 5, list(range(3000)), {i: i for i in range(3000)}],
         OrderedDict([("b", 1), ("a", 2)]),
         deque([1, 2, 3], maxlen=3),
@@ -85,19 +70,6 @@ def test_instances_of_admitted_classes(allow: AllowList) -> None:
     assert arrived[2].value == 3
     assert arrived[3] is Color.RED
     assert arrived[4] == Pair(1, 2)
-
-
-@pytest.mark.parametrize(
-    "args", [(), (1, "a"), (torch.ones(3),), ([torch.ones(3)],), ([callees.null],)], ids=repr
-)
-@pytest.mark.parametrize("function", [callees.null, torch.add])
-def test_admitted_function_can_be_called(allow: AllowList, function: Any, args: Any) -> None:
-    allow.function(callees.null)
-    allow.function(torch.add)
-    func, received, kwargs = send_call(function, args, {"k": 1}, at=safely(allow))
-    assert func is function
-    assert len(received) == len(args)
-    assert kwargs == {"k": 1}
 
 
 def test_decorators_admit_to_the_list_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

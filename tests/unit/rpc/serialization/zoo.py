@@ -10,6 +10,8 @@ from typing import Any, Self
 
 import torch
 
+from rpc.errors import FunctionNotFoundError, RemoteError, RpcTimeoutError, WorkerLostError
+
 
 class BuildsItsText(Exception):
     """Its constructor makes the text of what it is given."""
@@ -288,4 +290,9 @@ def zoo() -> list[Exception]:
         ExceptionGroup("several", [ValueError("a"), ExceptionGroup("inner", [OSError(2, "b")])]),
         ZeroDivisionError(),
         torch.OutOfMemoryError("oom"),
+        ValueError("\nFirst line \n next line"),
+        RpcTimeoutError("too slow"),
+        FunctionNotFoundError("no such thing"),
+        WorkerLostError("gone", "w", "why"),
+        RemoteError("text", "kind", "trace"),
     ]

@@ -34,14 +34,6 @@ def number_of(buffers: list[memoryview] | None) -> int:
     return address
 
 
-def test_what_was_sent_once_through_the_socket_goes_through_a_segment_next(ends: Ends) -> None:
-    assert ends.send(DATA) is None
-    buffers = ends.send(DATA)
-    assert buffers is not None
-    assert [bytes(each) for each in buffers] == [DATA]
-    assert not buffers[0].readonly
-
-
 def test_buffers_of_one_message_lie_together_each_aligned(ends: Ends) -> None:
     sent = [DATA[:100_001], DATA[7:70_000], DATA[:4_097], DATA[1:200_000]]
     ends.send(*sent)
@@ -95,17 +87,6 @@ def test_a_message_that_was_perhaps_not_sent_takes_its_segment_along(ends: Ends)
     assert ends.pool.size == 0
     assert ends.send(DATA) is None
     assert loan.segment not in ends.pool.segments(1)
-
-
-def test_a_closed_end_sends_no_more_and_leaves_what_was_received(ends: Ends) -> None:
-    ends.send(DATA)
-    buffers = ends.send(DATA)
-    assert buffers is not None
-    ends.outgoing.close()
-    ends.incoming.close()
-    assert ends.outgoing.lend([memoryview(DATA)]) is None
-    assert bytes(buffers[0]) == DATA
-    assert ends.pool.size == 0
 
 
 # ---- what the system refuses

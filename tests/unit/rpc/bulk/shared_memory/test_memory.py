@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
-import resource
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from rpc.bulk.shared_memory.memory import Mapping, SegmentRefused, check, create
-from tests.unit.rpc.bulk.shared_memory.ends import in_child, open_descriptors
+from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
 
 SIZE = 1 << 16
 
@@ -22,21 +19,6 @@ def descriptor() -> Iterator[int]:
     made = create(SIZE)
     yield made
     os.close(made)
-
-
-def test_two_mappings_of_a_segment_are_the_same_memory(descriptor: int) -> None:
-    one, other = Mapping(descriptor, SIZE), Mapping(descriptor, SIZE)
-    one.memory[100:103] = b"abc"
-    assert bytes(other.memory[99:104]) == b"\0abc\0"
-
-
-def test_nobody_can_change_the_size_of_a_segment(descriptor: int) -> None:
-    for size in (SIZE - 1, SIZE + 1):
-        with pytest.raises(PermissionError):
-            os.ftruncate(descriptor, size)
-    with pytest.raises(PermissionError):
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-    check(descriptor, SIZE)
 
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW])
@@ -64,18 +46,6 @@ def test_an_unmapped_segment_leaves_nothing(descriptor: int) -> None:
     os.close(kept)
 
 
-def test_a_private_mapping_stays_where_and_as_it_is_and_is_its_own(descriptor: int) -> None:
-    writer, mapping = Mapping(descriptor, SIZE), Mapping(os.dup(descriptor), SIZE, keep=True)
-    writer.memory[:4] = b"once"
-    before, address = open_descriptors(), mapping.address
-    mapping.make_private()
-    assert mapping.address == address
-    assert bytes(mapping.memory[:4]) == b"once"
-    assert len(open_descriptors()) == len(before) - 1
-    mapping.memory[0:1] = b"O"
-    assert bytes(writer.memory[:4]) == b"once"
-
-
 def test_a_segment_takes_memory_when_it_is_allocated(descriptor: int) -> None:
     mapping = Mapping(os.dup(descriptor), SIZE, keep=True)
     assert os.fstat(descriptor).st_blocks == 0
@@ -84,17 +54,10 @@ def test_a_segment_takes_memory_when_it_is_allocated(descriptor: int) -> None:
     mapping.allocate()
 
 
-def test_memory_that_there_is_not_is_an_error_and_no_signal() -> None:
-    def limited() -> None:
-        made = create(SIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, SIZE))
-        before = open_descriptors()
-        with pytest.raises(OSError, match="File too large"):
-            create(2 * SIZE)
-        assert open_descriptors() == before
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-        resource.setrlimit(resource.RLIMIT_AS, (used, used))
-        with pytest.raises(OSError, match="Cannot allocate memory"):
-            Mapping(made, SIZE)
-
-    in_child(limited)
+def test_nobody_can_change_the_size_of_a_segment(descriptor: int) -> None:
+    for size in (SIZE - 1, SIZE + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    check(descriptor, SIZE)

@@ -29,16 +29,6 @@ def add(pool: Pool, size: int, now: float = 0.0, peer: int = PEER) -> Segment:
     return segment
 
 
-def test_a_new_segment_is_lent_until_the_peer_knows_it() -> None:
-    pool = open_pool()
-    segment, _ = pool.add(PEER, MIB, 0.0)
-    assert segment is not None
-    assert segment.lent
-    assert pool.lend(PEER, MIB, 0.0) is None
-    pool.returned(segment, 1.0)
-    assert pool.lend(PEER, MIB, 1.0) is segment
-
-
 def test_one_that_is_far_too_large_is_not_lent() -> None:
     pool = open_pool()
     add(pool, 32 * MIB)
