@@ -253,11 +253,6 @@ class Attempt:
             if not self.committed:
                 raise _Over
 
-    def decide(self) -> bool:
-        """End the attempt; whether it is committed, on all members alike."""
-        self._decide()
-        return self.committed
-
     def give_up(self, reason: str) -> None:
         """Have the attempt be repeated on all members, since this one is not prepared to commit it."""
         self.has_failed = True
