@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import spmd
 from rpc.errors import GroupMismatchError
 from rpc.runtime.current import current_agent
 from spmd.collectives.errors import CollectiveError
+from spmd.collectives.one_host.local import LocalCollectives
 from tests.support.default_device import TYPE
 from tests.support.serving import in_all, in_group, in_processes
 from tests.support.streams import until
@@ -28,6 +30,8 @@ def test_worker_i_is_rank_i(worker: Worker) -> None:
     tensor = torch.tensor(worker.rank)
     dist.all_reduce(tensor)
     assert tensor.item() == 3
+    world: Any = dist.group.WORLD
+    assert isinstance(world.group.algorithms, LocalCollectives)  # they share memory
     dist.destroy_process_group()
 
 
