@@ -100,13 +100,19 @@ class Arguments:
                 f"ranks, got {len(tensors)}"
             )
 
-    def check_lengths(self, outputs: Tensors, inputs: Tensors, what: str) -> None:
-        """Raise unless there is one output for each input."""
-        if len(outputs) != len(inputs):
+    def check_parts(self, what: str, whole: str, wholes: Tensors, part: str, parts: Tensors) -> None:
+        """Raise unless each of ``wholes`` has the elements of one of ``parts`` for each rank."""
+        if len(wholes) != len(parts):
             raise ValueError(
-                f"{what} at rank {self.rank}: expected one output for each input, got {len(outputs)} for "
-                f"{len(inputs)}"
+                f"{what} at rank {self.rank}: expected one output for each input, got {len(wholes)} {whole}s "
+                f"and {len(parts)} {part}s"
             )
+        for large, small in zip(wholes, parts, strict=True):
+            if large.numel() != small.numel() * self.size or large.dtype != small.dtype:
+                raise ValueError(
+                    f"{what} at rank {self.rank}: the {whole} must have {self.size} times as many elements "
+                    f"as the {part}, of its dtype; got {describe(large)} for {describe(small)}"
+                )
 
     def check_dtypes(self, tensors: Tensors, what: str) -> None:
         """Raise unless all tensors have one dtype."""

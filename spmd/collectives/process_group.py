@@ -225,13 +225,7 @@ class FarcallProcessGroup(BackendFace):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         size = self.getSize()
-        self._arguments.check_lengths(outputs, inputs, "all_gather")
-        for output, mine in zip(outputs, inputs, strict=True):
-            if output.numel() != mine.numel() * size or output.dtype != mine.dtype:
-                raise ValueError(
-                    f"all_gather at rank {self.getRank()}: the output must have {size} times as many "
-                    f"elements as the input, of its dtype; got {describe(output)} for {describe(mine)}"
-                )
+        self._arguments.check_parts("all_gather", "output", outputs, "input", inputs)
         shapes = _describe_all(inputs)
         field = signature("all_gather_single", None, None, "", -1, shapes)
 
@@ -315,13 +309,7 @@ class FarcallProcessGroup(BackendFace):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> GroupWork:
         size = self.getSize()
-        self._arguments.check_lengths(outputs, inputs, "reduce_scatter")
-        for output, mine in zip(outputs, inputs, strict=True):
-            if mine.numel() != output.numel() * size or output.dtype != mine.dtype:
-                raise ValueError(
-                    f"reduce_scatter at rank {self.getRank()}: the input must have {size} times as many "
-                    f"elements as the output, of its dtype; got {describe(mine)} for {describe(output)}"
-                )
+        self._arguments.check_parts("reduce_scatter", "input", inputs, "output", outputs)
         self._arguments.check_tensors("reduce_scatter_single", inputs)
         sources = [
             list(_dense(mine).view(-1).chunk(size)) if mine.numel() else [mine] * size for mine in inputs

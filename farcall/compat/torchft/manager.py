@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 import rpc
-from farcall.compat.torchft.process_group import ProcessGroup
 from rpc.errors import InvalidOptionError, RpcError
 from rpc.runtime.current import current_agent, is_initialized
 from spmd.elastic.attempt import Attempt
@@ -122,7 +121,7 @@ class Manager:
 
     def __init__(
         self,
-        pg: ProcessGroup | None = None,
+        pg: object = None,
         load_state_dict: Callable[[Any], object] | None = None,
         state_dict: Callable[[], Any] | None = None,
         min_replica_size: int = 1,

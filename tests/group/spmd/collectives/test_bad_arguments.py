@@ -217,12 +217,12 @@ WRONG: Final[dict[str, tuple[Callable[[Any], Any], type[Exception], str]]] = {
     "fewer outputs than inputs": (
         lambda group: on(group, "all_gather_single_coalesced", [torch.empty(6)], TWO),
         ValueError,
-        "all_gather at rank 1: expected one output for each input, got 1 for 2",
+        "all_gather at rank 1: expected one output for each input, got 1 outputs and 2 inputs",
     ),
     "more inputs than outputs": (
         lambda group: on(group, "reduce_scatter_single_coalesced", [THREE], [torch.ones(6)] * 2),
         ValueError,
-        "reduce_scatter at rank 1: expected one output for each input, got 1 for 2",
+        "reduce_scatter at rank 1: expected one output for each input, got 2 inputs and 1 outputs",
     ),
     "a tag that is none": (
         lambda group: group.send([THREE], 0, "x"),
