@@ -522,7 +522,8 @@ class Views:
     def give(self, ballot: Ballot, step: int) -> Iterator[Any]:
         """Yield the view in which the last step was committed, and the parts of the state, to a newcomer."""
         view = self.core.view
-        if view is not None and view.ballot == ballot and self.core.step != NEW:
+        is_there = view is not None and view.ballot == ballot and self.core.step != NEW
+        if view is not None and is_there and self.wait_until_given(view, step):  # it is kept only then
             for each in itertools.chain([self.core.last], self._state()):
                 if not self.wait_until_given(view, step):
                     break
