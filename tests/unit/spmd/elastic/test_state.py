@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import random
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -53,19 +50,6 @@ def test_learning_rate_that_an_attempt_has_changed_is_put_back_and_not_given_to_
         assert float(given[name]["param_groups"][0]["lr"]) == float(optimizer.param_groups[0]["lr"])
         assert abs(float(optimizer.param_groups[0]["lr"]) - 0.1) < 1e-6
         assert given[name]["param_groups"][0]["params"] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [random.random, np.random.random_sample, lambda: torch.rand(1).item()],
-    ids=["random", "numpy", "torch"],
-)
-def test_repeated_attempt_draws_the_same_random_numbers(draw: Callable[[], float]) -> None:
-    state = State({})
-    state.keep()
-    drawn = draw()
-    state.put_back()
-    assert draw() == drawn
 
 
 class Interrupted(torch.autograd.Function):
