@@ -62,7 +62,7 @@ _UNDER_WAY: Final = {"agent.pending_calls", "agent.active_tasks", "agent.cancell
 def make_model() -> nn.Module:
     """A model in float64, with equal weights in each process."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 10)).double()
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 10)).double()
 
 
 def make_data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,12 +70,6 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(_LENGTH, 32, generator=generator, dtype=torch.float64)
     return x, (x @ torch.randn(32, 10, generator=generator, dtype=torch.float64)).argmax(1)
-
-
-def make_simple_model() -> nn.Module:
-    """Without batch normalization, whose sums depend on the cut of the batch."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 10)).double()
 
 
 class Used:
@@ -116,7 +110,7 @@ def be_member(name: str, folder: Path, options: argparse.Namespace, network: dic
         log.flush()
 
     rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(dynamic=True, **network))
-    model = make_model() if options.buffers else make_simple_model()
+    model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     x, y = make_data()
     used, leaving = Used(), folder / f"{name}.leave"
@@ -205,9 +199,9 @@ def entries(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def alone(steps: int, buffers: bool) -> nn.Module:
+def alone(steps: int) -> nn.Module:
     """The same training in one process."""
-    model = make_model() if buffers else make_simple_model()
+    model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     x, y = make_data()
     sampler = elastic.Sampler(_LENGTH, _BATCH, seed=3)
@@ -290,7 +284,7 @@ def growth(said: list[tuple[str, dict[str, Any]]]) -> list[str]:
     ]
 
 
-def report(folder: Path, members: Members, kills: list[tuple[float, list[str]]], buffers: bool) -> list[str]:
+def report(folder: Path, members: Members, kills: list[tuple[float, list[str]]]) -> list[str]:
     """Print figures; returns what is wrong."""
     said = entries(folder)
     wrong = [
@@ -324,13 +318,12 @@ def report(folder: Path, members: Members, kills: list[tuple[float, list[str]]],
             or (not kills and set(samples) != whole)
         ):
             wrong.append(f"the samples of step {step} are not its batch")
-    if not buffers:
-        model = alone(steps, buffers)
-        final = torch.load(folder / f"{ends[0][0]}.pt")
-        far = max(float((final[key] - value).abs().max()) for key, value in model.state_dict().items())
-        print(f"difference from one process after {steps} steps: {far:.1e}")
-        if far > 1e-9:
-            wrong.append("the weights are not those of one process")
+    model = alone(steps)
+    final = torch.load(folder / f"{ends[0][0]}.pt")
+    far = max(float((final[key] - value).abs().max()) for key, value in model.state_dict().items())
+    print(f"difference from one process after {steps} steps: {far:.1e}")
+    if far > 1e-9:
+        wrong.append("the weights are not those of one process")
     times = sorted(min(when for when, _, _ in parts) for parts in commits.values())
     pauses = list(itertools.pairwise(times))
     usual = sorted(after - before for before, after in pauses)[len(pauses) // 2]
@@ -369,7 +362,6 @@ def main() -> int:
         action="store_true",
         help="of three members that go, two leave; the first one stays, and must keep nothing of them",
     )
-    parser.add_argument("--buffers", action="store_true", help="train a model with batch normalization")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=180.0, help="seconds for all to begin, and to end")
     options = parser.parse_args()
@@ -422,7 +414,7 @@ def run(folder: Path, options: argparse.Namespace, hosts: Hosts | None) -> int:
     while members.living and time.monotonic() < limit:
         members.collect()
         time.sleep(0.02)
-    wrong = report(folder, members, kills, options.buffers)
+    wrong = report(folder, members, kills)
     if options.leaks:
         wrong += growth(entries(folder))
     for each in wrong[:10]:
