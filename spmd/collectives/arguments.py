@@ -40,7 +40,7 @@ class Arguments:
     def reduction(self, opts: Any, what: str, *tensors: torch.Tensor) -> Reduction:
         """Return the reduction that an operation names, if these tensors can be reduced by it."""
         try:
-            reduction = reduction_of(_reduce_op(opts))
+            reduction = reduction_of(torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp)
             for tensor in tensors:
                 reduction.check(tensor.dtype)
         except (TypeError, ValueError) as error:
@@ -171,10 +171,6 @@ def seconds_of(timeout: timedelta, where: str) -> float:
             f"{where}: expected a timeout of 0 s, which is none, or more, got {timeout.total_seconds():g} s"
         )
     return timeout.total_seconds()
-
-
-def _reduce_op(opts: Any) -> Any:
-    return torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp
 
 
 def accelerator() -> torch.device | None:

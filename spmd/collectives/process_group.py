@@ -202,15 +202,12 @@ class FarcallProcessGroup(BackendFace):
     # ---- operations: to all, from all
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
-        return self._all_gather(
-            list(self._arguments.one(outputs, "all_gather")), self._arguments.one(inputs, "all_gather"), opts
-        )
-
-    def _all_gather(self, outputs: Tensors, mine: torch.Tensor, opts: Any) -> GroupWork:
-        self._arguments.check_count(outputs, "all_gather", "output")
-        self._arguments.check_dtypes([mine, *outputs], "all_gather")
+        targets = list(self._arguments.one(outputs, "all_gather"))
+        mine = self._arguments.one(inputs, "all_gather")
+        self._arguments.check_count(targets, "all_gather", "output")
+        self._arguments.check_dtypes([mine, *targets], "all_gather")
         field = signature("all_gather", mine.dtype)
-        return self._run(field, outputs, partial(self._perform_all_gather, outputs, mine), opts, [mine])
+        return self._run(field, targets, partial(self._perform_all_gather, targets, mine), opts, [mine])
 
     def _perform_all_gather(
         self, outputs: Tensors, mine: torch.Tensor, algorithms: Algorithms, field: bytes, deadline: float

@@ -276,10 +276,6 @@ class Views:
             self._interrupted_at = self._interrupted_at or monotonic()
         self.woken.set()
 
-    def wake(self) -> None:
-        """Have the thread that proposes views look again."""
-        self.woken.set()
-
     def suspect(self) -> None:
         """Record that the group of the view has failed, or a member is gone; a view change follows."""
         with self.changed:

@@ -69,6 +69,19 @@ def add(number: int) -> Call:
     return Call(9, number, number, "add")
 
 
+def test_candidate_is_added_before_the_next_call(primary: Copy) -> None:
+    add_backup(primary)
+    primary.gone.add(2)
+    with pytest.raises(StopIteration):
+        next(primary.settle())
+    primary.candidate = 3
+    steps = primary.replicate(add(1), lambda what: what)
+    message = next(steps)[3]
+    assert isinstance(message, Install)
+    assert message.state is not None
+    assert isinstance(steps.send({3: Done((1, 1))})[3], Apply)
+
+
 def test_object_that_cannot_be_copied_goes_on_alone_until_it_can(primary: Copy) -> None:
     add_backup(primary)
     primary.gone.add(2)
