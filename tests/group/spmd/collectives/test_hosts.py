@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import torch.distributed as dist
 
@@ -28,13 +26,14 @@ def reduce_for_ever(worker: Worker, names: list[str], addresses: list[str]) -> s
     with process_group(worker, options=on_host(worker, names, addresses)) as world:
         assert isinstance(world.group.algorithms, HierarchicalCollectives)
         try:
-            for size in itertools.cycle((300_000, 1000, 1)):
-                tensor = torch.arange(float(size)) * (worker.rank + 1)
-                dist.all_reduce(tensor)
-                assert torch.equal(tensor, torch.arange(float(size)) * 10)
-                tensor = torch.full((size,), float(worker.rank))
-                dist.broadcast(tensor, size % 4)
-                assert tensor.eq(size % 4).all()
+            while True:
+                for size in (300_000, 1000, 1):
+                    tensor = torch.arange(float(size)) * (worker.rank + 1)
+                    dist.all_reduce(tensor)
+                    assert torch.equal(tensor, torch.arange(float(size)) * 10)
+                    tensor = torch.full((size,), float(worker.rank))
+                    dist.broadcast(tensor, size % 4)
+                    assert tensor.eq(size % 4).all()
                 worker.report("reduced")
         except RankLostError as error:
             return str(error)

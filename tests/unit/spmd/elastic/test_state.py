@@ -52,6 +52,14 @@ def test_learning_rate_that_an_attempt_has_changed_is_put_back_and_not_given_to_
         assert given[name]["param_groups"][0]["params"] == [0, 1]
 
 
+def test_repeated_attempt_draws_the_same_random_numbers() -> None:
+    state = State({})
+    state.keep()
+    drawn = torch.rand(1)
+    state.put_back()
+    assert torch.equal(torch.rand(1), drawn)
+
+
 class Interrupted(torch.autograd.Function):
     """The identity, whose backward raises an exception if it is told so."""
 
