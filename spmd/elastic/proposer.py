@@ -42,13 +42,13 @@ class Proposer:
     def _run(self) -> None:
         views = self._views
         pause = _IDLE_SECONDS
-        while not views.closed:
+        while not self._has_ended():
             views.woken.wait(pause)
             views.woken.clear()
             pause = _IDLE_SECONDS
             with views.changed:
                 views.losses.take_in()
-                if views.closed or views.error is not None or not views.is_due():
+                if self._has_ended() or views.error is not None or not views.is_due():
                     continue
                 proposer, suspected = self._core.proposer(self._is_lost), views.suspected
             try:
@@ -59,9 +59,12 @@ class Proposer:
                     if suspected is not None:
                         views.ask([proposer], Views.poked, suspected, timeout=5.0)
             except Exception:
-                if not views.closed and not self._agent.lifecycle.closed:
+                if not self._has_ended() and not self._agent.lifecycle.closed:
                     logger.exception("worker '%s' could not change the view of the elastic job", views.name)
                 pause = _IDLE_SECONDS
+
+    def _has_ended(self) -> bool:
+        return self._views.closed
 
     def _change(self) -> float:
         """Propose a view; returns the time in seconds after which this has to be tried again, if need be."""

@@ -194,6 +194,11 @@ WRONG: Final[dict[str, tuple[Callable[[Any], Any], type[Exception], str]]] = {
         ValueError,
         "all_gather at rank 1: expected inputs and outputs of one dtype, got float32[3] and int32[3]",
     ),
+    "reduce_scatter of several dtypes": (
+        lambda group: on(group, "reduce_scatter", [THREE], [[THREE, THREE.int()]], reduceOp=OP.SUM),
+        ValueError,
+        "reduce_scatter at rank 1: expected inputs and outputs of one dtype, got float32[3] and int32[3]",
+    ),
     "all_to_all_single of several dtypes": (
         lambda group: on(group, "all_to_all_single", THREE[:2].int(), THREE[:2], [], []),
         ValueError,

@@ -167,7 +167,7 @@ def all_reduce(mine: Any, rank: int, size: int, count: int) -> Results:
     mine.all_reduce(CALL, INFINITE, total, SUM)
     inexact = torch.randn(count, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
     mine.all_reduce(CALL, INFINITE, inexact, SUM)
-    others = [torch.empty_like(inexact) for _ in range(size)]
+    others = [torch.zeros_like(inexact) for _ in range(size)]
     mine.all_gather(CALL, INFINITE, others, inexact)
     return [(total, sum_of(size, count)), *((each, inexact) for each in others)]
 
@@ -196,7 +196,7 @@ def broadcast(mine: Any, rank: int, size: int, count: int) -> Results:
 
 def all_gather(mine: Any, rank: int, size: int, count: int) -> Results:
     expected = [numbers(each, count + 700 * each) for each in range(size)]
-    outputs = [torch.empty_like(each) for each in expected]
+    outputs = [torch.zeros_like(each) for each in expected]
     mine.all_gather(CALL, INFINITE, outputs, expected[rank])
     return list(zip(outputs, expected, strict=True))
 
@@ -205,7 +205,7 @@ def gather_and_scatter(mine: Any, rank: int, size: int, count: int) -> Results:
     results = []
     for root in some_roots(size):
         expected = [numbers(each, count) for each in range(size)]
-        outputs, output = [torch.empty_like(each) for each in expected], torch.empty_like(expected[0])
+        outputs, output = [torch.zeros_like(each) for each in expected], torch.zeros_like(expected[0])
         mine.gather(CALL, INFINITE, outputs if rank == root else None, expected[rank], root)
         mine.scatter(CALL, INFINITE, output, expected if rank == root else None, root)
         results += [*(zip(outputs, expected, strict=True) if rank == root else []), (output, expected[rank])]
@@ -219,7 +219,7 @@ def reduce_scatter(mine: Any, rank: int, size: int, count: int) -> Results:
         for in_place in (False, True):
             inputs = [numbers(rank + each, count).double() for each in range(size)]
             kept = [each.clone() for each in inputs]
-            output = inputs[rank] if in_place else torch.empty(count, dtype=torch.float64)
+            output = inputs[rank] if in_place else torch.zeros(count, dtype=torch.float64)
             mine.reduce_scatter(CALL, INFINITE, output, inputs, reduction_of(operation))
             total = torch.stack([numbers(rank + each, count) for each in range(size)]).sum(0).double()
             results.append((output, total * factor))
@@ -229,7 +229,7 @@ def reduce_scatter(mine: Any, rank: int, size: int, count: int) -> Results:
 
 
 def all_to_all(mine: Any, rank: int, size: int, count: int) -> Results:
-    outputs = [torch.empty(count * (rank + 1), dtype=torch.int64) for _ in range(size)]
+    outputs = [torch.zeros(count * (rank + 1), dtype=torch.int64) for _ in range(size)]
     mine.all_to_all(CALL, INFINITE, outputs, [numbers(rank, count * (each + 1)) for each in range(size)])
     return [(found, numbers(each, count * (rank + 1))) for each, found in enumerate(outputs)]
 
