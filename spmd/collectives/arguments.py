@@ -40,7 +40,7 @@ class Arguments:
     def reduction(self, opts: Any, what: str, *tensors: torch.Tensor) -> Reduction:
         """Return the reduction that an operation names, if these tensors can be reduced by it."""
         try:
-            reduction = reduction_of(_reduce_op(opts))
+            reduction = reduction_of(torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp)
             for tensor in tensors:
                 reduction.check(tensor.dtype)
         except (TypeError, ValueError) as error:
@@ -100,13 +100,19 @@ class Arguments:
                 f"ranks, got {len(tensors)}"
             )
 
-    def check_lengths(self, outputs: Tensors, inputs: Tensors, what: str) -> None:
-        """Raise unless there is one output for each input."""
-        if len(outputs) != len(inputs):
+    def check_parts(self, what: str, whole: str, wholes: Tensors, part: str, parts: Tensors) -> None:
+        """Raise unless each of ``wholes`` has the elements of one of ``parts`` for each rank."""
+        if len(wholes) != len(parts):
             raise ValueError(
-                f"{what} at rank {self.rank}: expected one output for each input, got {len(outputs)} for "
-                f"{len(inputs)}"
+                f"{what} at rank {self.rank}: expected one output for each input, got {len(wholes)} {whole}s "
+                f"and {len(parts)} {part}s"
             )
+        for large, small in zip(wholes, parts, strict=True):
+            if large.numel() != small.numel() * self.size or large.dtype != small.dtype:
+                raise ValueError(
+                    f"{what} at rank {self.rank}: the {whole} must have {self.size} times as many elements "
+                    f"as the {part}, of its dtype; got {describe(large)} for {describe(small)}"
+                )
 
     def check_dtypes(self, tensors: Tensors, what: str) -> None:
         """Raise unless all tensors have one dtype."""
@@ -165,10 +171,6 @@ def seconds_of(timeout: timedelta, where: str) -> float:
             f"{where}: expected a timeout of 0 s, which is none, or more, got {timeout.total_seconds():g} s"
         )
     return timeout.total_seconds()
-
-
-def _reduce_op(opts: Any) -> Any:
-    return torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp
 
 
 def accelerator() -> torch.device | None:

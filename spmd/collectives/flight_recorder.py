@@ -22,7 +22,8 @@ import pickle
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from time import time_ns
 from types import CodeType, FrameType
@@ -53,6 +54,7 @@ _NAMES: Final = {
 """Names that PyTorch's tools use for our operations, if they differ."""
 
 _Places = list[tuple[CodeType, int]]
+_Shapes = list[tuple[torch.Size, torch.dtype]]
 
 
 class GroupRecord:
@@ -74,51 +76,24 @@ class GroupRecord:
         self.operations = count(1)
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """One operation. Its times are in nanoseconds since the epoch."""
 
-    __slots__ = (
-        "collective",
-        "created",
-        "ended",
-        "group",
-        "inputs",
-        "message",
-        "name",
-        "number",
-        "operation",
-        "outputs",
-        "places",
-        "started",
-        "succeeded",
-        "timeout",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        group: GroupRecord,
-        name: str,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        timeout: float,
-        *,
-        is_message: bool,
-        places: _Places,
-    ) -> None:
-        self.number = number
-        self.group = group
-        self.name = name
-        self.collective = 0 if is_message else next(group.collectives)
-        self.message = next(group.messages) if is_message else 0
-        self.operation = next(group.operations)
-        self.inputs = [(each.shape, each.dtype) for each in inputs]
-        self.outputs = self.inputs if outputs is inputs else [(each.shape, each.dtype) for each in outputs]
-        self.timeout = timeout
-        self.places = places
-        self.created = time_ns()
-        self.started = self.ended = 0
-        self.succeeded = False
+    number: int
+    group: GroupRecord
+    name: str
+    collective: int
+    message: int
+    operation: int
+    inputs: _Shapes
+    outputs: _Shapes
+    timeout: float
+    places: _Places
+    created: int
+    started: int = 0
+    ended: int = 0
+    succeeded: bool = False
 
     def start(self) -> None:
         """Record that it begins to run."""
@@ -175,15 +150,19 @@ class FlightRecorder:
         """
         if not self._records.maxlen:
             return None
+        shapes = [(each.shape, each.dtype) for each in inputs]
         record = Record(
             next(self._numbers),
             group,
             name,
-            inputs,
-            outputs,
+            0 if is_message else next(group.collectives),
+            next(group.messages) if is_message else 0,
+            next(group.operations),
+            shapes,
+            shapes if outputs is inputs else [(each.shape, each.dtype) for each in outputs],
             timeout,
-            is_message=is_message,
-            places=_places() if self._prefix else [],
+            _places() if self._prefix else [],
+            time_ns(),
         )
         self._records.append(record)
         return record
@@ -298,7 +277,7 @@ def _entry(record: Record) -> dict[str, Any]:
     return entry
 
 
-def _dtypes(tensors: Iterable[tuple[torch.Size, torch.dtype]]) -> list[str]:
+def _dtypes(tensors: _Shapes) -> list[str]:
     return [str(dtype).removeprefix("torch.") for _, dtype in tensors]
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
-import socket
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,6 @@ from rpc.bulk.shared_memory import fd_channel
 from rpc.bulk.shared_memory import memory as shared_memory
 from rpc.errors import RpcError, RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
-from rpc.runtime.interrupts import interruptible
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
 from spmd.collectives.one_host import futex
 from spmd.collectives.one_host.board import board_bytes
@@ -39,11 +36,7 @@ COLLECTIVES, NOTES, DATA = _CHANNELS = range(3)
 _FORMING: Final = 2 * RESERVED_TAGS
 """The first tag of groups that are being formed; there are twice as many as reserved ones."""
 
-_RECORD: Final = b"board"
 _TOKEN_BYTES: Final = 16
-_TOKEN_SECONDS: Final = 5.0
-_LOOK_SECONDS: Final = 0.02
-_SLICE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,7 @@ class _Talk:
 
     def __init__(self, bulk: Bulk, peers: Sequence[Peer], rank: int, tag: int, deadline: float) -> None:
         self._bulk, self._peers, self._rank = bulk, peers, rank
-        self._tag, self.deadline = tag, deadline
+        self._tag, self._deadline = tag, deadline
 
     def tell(self, rank: int, value: Any) -> None:
         self._bulk.send(self._peers[rank], self._tag, msgpack.packb(value))
@@ -90,7 +83,7 @@ class _Talk:
     def value(self, message: Any, rank: int) -> Any:
         try:
             with self._unless_given_up(rank):
-                buffers = message.wait(max(0.0, self.deadline - monotonic()))
+                buffers = message.wait(max(0.0, self._deadline - monotonic()))
         except RpcTimeoutError:
             message.cancel()
             raise CollectiveTimeoutError(
@@ -170,7 +163,7 @@ def _form(talk: _Talk, peers: Sequence[Peer], rank: int, name: str, share: bool)
     hosts = [each[2] for each in said]
     together = [other for other in range(len(peers)) if hosts[other] == host]
     tags = [mine if mine >= 0 else each[3] for mine, each in zip(reserved, said, strict=True)]
-    mapping = _share(talk, rank, together, talk.deadline) if len(together) > 1 else None
+    mapping = _share(talk, rank, together) if len(together) > 1 else None
     has_it = talk.gather([mapping is not None] * len(peers))
     domains: list[list[int]] = []
     for host_name in dict.fromkeys(hosts):
@@ -187,98 +180,55 @@ def close_tags(bulk: Bulk, peers: Sequence[Peer], rank: int, tags: Sequence[int]
             bulk.close_tag(peer, tags[other] + channel)
 
 
-def _share(talk: _Talk, rank: int, together: Sequence[int], deadline: float) -> shared_memory.Mapping | None:
+def _share(talk: _Talk, rank: int, together: Sequence[int]) -> shared_memory.Mapping | None:
     """Map the memory that the ranks of a host share; None if this one cannot."""
     size = board_bytes(len(together), header_bytes(len(together)))
-    leader = together[0]
-    if rank == leader:
-        return _hand_out(talk, together[1:], size, deadline)
-    name, token = talk.value(talk.post(leader), leader)
-    descriptor = None
-    try:
-        descriptor = _fetch(name, token, deadline)
-        shared_memory.check(descriptor, size)
-        return shared_memory.Mapping(descriptor, size)
-    except (OSError, RpcError):
-        return None
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-        talk.tell(leader, True)  # in both cases: it does not wait
-
-
-def _hand_out(
-    talk: _Talk, members: Sequence[int], size: int, deadline: float
-) -> shared_memory.Mapping | None:
-    try:
-        listener, name = fd_channel.listen()
-        listener.listen(len(members))  # all of them come at once
-    except OSError:
-        listener, name = None, ""
-    token = secrets.token_bytes(_TOKEN_BYTES)
+    leader, *others = together
     with contextlib.ExitStack() as stack:
-        descriptor = -1
-        if listener is not None:
-            stack.callback(listener.close)
-            with contextlib.suppress(OSError):
-                descriptor = shared_memory.create(size)
-                stack.callback(os.close, descriptor)
-        for member in members:
-            talk.tell(member, [name if descriptor >= 0 else "", token])
-        waiting = {member: talk.post(member) for member in members}
-        while waiting:
-            if listener is not None and descriptor >= 0:
-                _serve(listener, token, descriptor)
-            for member, message in list(waiting.items()):
-                if message.done() or monotonic() >= deadline:
-                    talk.value(message, member)
-                    del waiting[member]
-            if listener is None or descriptor < 0:
-                for member, message in waiting.items():
-                    talk.value(message, member)
-                break
-        if descriptor < 0:
-            return None
-        try:
-            return shared_memory.Mapping(descriptor, size)
-        except OSError:
-            return None
+        is_leader = rank == leader
+        descriptor = _hand_out(talk, others, size, stack) if is_leader else _receive(talk, leader, stack)
+        with contextlib.suppress(OSError, shared_memory.SegmentRefused):
+            if descriptor is not None:
+                shared_memory.check(descriptor, size)
+                return shared_memory.Mapping(descriptor, size)
+    return None
 
 
-@interruptible
-def _serve(listener: socket.socket, token: bytes, descriptor: int) -> None:
-    """Send the descriptor to the next process that connects and has the token, if one does soon."""
-    if not _is_readable(listener, _LOOK_SECONDS):
-        return
+def _hand_out(talk: _Talk, others: Sequence[int], size: int, stack: contextlib.ExitStack) -> int | None:
+    """Create the memory, and send its descriptor to where the others listen; None if it cannot be created."""
+    descriptor = None
     with contextlib.suppress(OSError):
-        sock = fd_channel.accept(listener)
-        if sock is not None:
-            with sock:
-                # A rank of the group has sent it at once.
-                shown = sock.recv(_TOKEN_BYTES) if _is_readable(sock, _TOKEN_SECONDS) else b""
-                if secrets.compare_digest(shown, token):
-                    fd_channel.send(sock, _RECORD, descriptor)
-
-
-def _is_readable(sock: socket.socket, seconds: float) -> bool:
-    return bool(select.select([sock], [], [], seconds)[0])
-
-
-@interruptible
-def _fetch(name: str, token: bytes, deadline: float) -> int:
-    """Receive the descriptor from the listener with this name.
-
-    Raises:
-        OSError: it is not available.
-    """
-    if not name:
-        raise OSError("the first rank of this host has no memory to share")
-    with fd_channel.connect(name) as sock:
-        sock.send(token)
-        while not _is_readable(sock, max(0.0, min(deadline - monotonic(), _SLICE_SECONDS))):
-            if monotonic() >= deadline:
-                raise TimeoutError
-        _, descriptor = fd_channel.receive(sock)
-    if descriptor is None:
-        raise OSError("the descriptor was lost on its way")
+        descriptor = shared_memory.create(size)
+        stack.callback(os.close, descriptor)
+    for other in others:
+        name, token = talk.value(talk.post(other), other)
+        is_sent = False
+        if descriptor is not None and name:
+            with contextlib.suppress(OSError), fd_channel.connect(name) as sock:
+                fd_channel.send(sock, token, descriptor)
+                is_sent = True
+        talk.tell(other, is_sent)
     return descriptor
+
+
+def _receive(talk: _Talk, leader: int, stack: contextlib.ExitStack) -> int | None:
+    """Return the descriptor that the first rank of this host has sent; None if it has not arrived."""
+    listener, name, token = None, "", secrets.token_bytes(_TOKEN_BYTES)
+    with contextlib.suppress(OSError):
+        listener, name = fd_channel.listen()
+        stack.callback(listener.close)
+    talk.tell(leader, [name, token])
+    is_sent = talk.value(talk.post(leader), leader)
+    with contextlib.suppress(OSError):  # nothing else is there to be accepted
+        while listener is not None and is_sent:
+            sock = fd_channel.accept(listener)
+            if sock is None:
+                continue
+            shown, descriptor = b"", None
+            with sock, contextlib.suppress(OSError):
+                shown, descriptor = fd_channel.receive(sock)
+            if descriptor is not None:
+                stack.callback(os.close, descriptor)
+                if secrets.compare_digest(shown, token):
+                    return descriptor
+    return None

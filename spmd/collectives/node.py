@@ -12,7 +12,6 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
 from typing import Any, Final, Protocol, Self
@@ -33,7 +32,7 @@ from rpc.runtime.tasks import Task
 from rpc.transport.authentication import ForeignRecordError, Seal
 from spmd.collectives.flight_recorder import FlightRecorder
 
-__all__ = ["Node", "WatchesWorkers", "agent_of_rpc", "find_node", "master_of"]
+__all__ = ["Node", "WatchesWorkers", "agent_of_rpc", "exchanged", "find_node", "master_of"]
 
 _NONE: Final = "-"
 _LOOK_SECONDS: Final = 2.0
@@ -211,10 +210,15 @@ def find_node(store: Store, rank: int, size: int, timeout: float, options: Agent
     store = PrefixStore(f"{turn}", store)
     mine = None if options is not None else agent_of_rpc()
     given = (options or AgentOptions()) if mine is None else mine.options
-    exchange = _Exchange(store, Seal(find_credential(given, os.environ).token), rank, size, timeout)
-    said = exchange.tell("agent", _NONE if mine is None else _identity(mine))
+    seal = Seal(find_credential(given, os.environ).token)
+
+    def tell(what: str, text: str) -> list[str]:
+        said = exchanged(store, what, seal.close(f"{what}/{rank}", text.encode()), rank, size, timeout)
+        return [_opened(seal, f"{what}/{other}", sealed, rank) for other, sealed in enumerate(said)]
+
+    said = tell("agent", _NONE if mine is None else _identity(mine))
     peers = None if mine is None else _peers_of(mine, said)
-    agreed = exchange.tell("agreed", _NONE if peers is None else secrets.token_hex(8))
+    agreed = tell("agreed", _NONE if peers is None else secrets.token_hex(8))
     if mine is not None and peers is not None and _NONE not in agreed:
         return Node.of(mine, peers, agreed[0], owned=False)
     options = options or AgentOptions()
@@ -254,53 +258,53 @@ def _peers_of(agent: Agent, said: Sequence[str]) -> list[Peer] | None:
     return peers
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """Messages of all ranks to each other through the store, sealed with their token."""
+def _opened(seal: Seal, name: str, sealed: bytes, rank: int) -> str:
+    try:
+        return seal.open(name, sealed).decode()
+    except ForeignRecordError as error:
+        raise GroupMismatchError(
+            f"rank {name.rpartition('/')[2]} of the process group has another token than rank {rank}. {WAYS}"
+        ) from error
 
-    store: Store
-    seal: Seal
-    rank: int
-    size: int
-    timeout: float
 
-    def tell(self, what: str, mine: str) -> list[str]:
-        """Publish a message, once; returns the messages of all ranks, by rank."""
-        waiting_for = f"the process group's store (the {what} of all ranks)"
+def exchanged(store: Store, what: str, mine: bytes, rank: int, size: int, timeout: float) -> list[bytes]:
+    """Publish a message of this rank, once; returns the messages of all ranks, by rank.
 
-        def ask(_: object) -> list[str]:
-            name = f"{what}/{self.rank}"
-            self.store.set(name, self.seal.close(name, mine.encode()))  # type: ignore[arg-type]
-            return [self._said_by(other, what) for other in range(self.size)]
+    Args:
+        store: of the ranks.
+        what: name of the messages, which only this exchange uses.
+        mine: this rank's message.
+        rank, size: of this rank, and the number of ranks; all call this.
+        timeout: maximum time in seconds to wait for the other ranks.
 
-        def look(_: object) -> list[str]:
-            return [str(other) for other in range(self.size) if not self.store.check([f"{what}/{other}"])]
+    Raises:
+        RendezvousTimeoutError: not all ranks have come in time; names the missing ones.
+        StoreGivenUpError: forming the group was given up.
+    """
+    waiting_for = f"the process group's store (the {what} of all ranks)"
+    names = [f"{what}/{other}" for other in range(size)]
 
-        began = monotonic()
-        try:
-            return run_with_deadline(ask, self.timeout, waiting_for)
-        except GroupMismatchError:
+    def ask(_: object) -> list[bytes]:
+        store.set(names[rank], mine)  # type: ignore[arg-type]
+        store.wait(names, timedelta(seconds=timeout))
+        return [store.get(name) for name in names]
+
+    def look(_: object) -> list[str]:
+        return [str(other) for other, name in enumerate(names) if not store.check([name])]
+
+    began = monotonic()
+    try:
+        return run_with_deadline(ask, timeout, waiting_for)
+    except RuntimeError as error:
+        if monotonic() - began < timeout:
+            raise  # it is not a timeout: the store gives the reason
+        missing = run_with_deadline(look, _LOOK_SECONDS, waiting_for)
+        if not missing:
             raise
-        except RuntimeError as error:
-            patience: timedelta = self.store.timeout  # type: ignore[attr-defined]
-            if monotonic() - began < min(self.timeout, patience.total_seconds()):
-                raise  # it is not a timeout: the store gives the reason
-            missing = run_with_deadline(look, _LOOK_SECONDS, waiting_for)
-            if not missing:
-                raise
-            raise RendezvousTimeoutError(
-                f"rank {self.rank} has waited {self.timeout:g} s for the other ranks of a process group of "
-                f"{self.size}; missing: {', '.join(missing)}. Check that they run, and form the same group."
-            ) from error
-
-    def _said_by(self, rank: int, what: str) -> str:
-        name = f"{what}/{rank}"
-        try:
-            return self.seal.open(name, self.store.get(name)).decode()
-        except ForeignRecordError as error:
-            raise GroupMismatchError(
-                f"rank {rank} of the process group has another token than rank {self.rank}. {WAYS}"
-            ) from error
+        raise RendezvousTimeoutError(
+            f"rank {rank} has waited {timeout:g} s for the other ranks of a process group of "
+            f"{size}; missing: {', '.join(missing)}. Check that they run, and form the same group."
+        ) from error
 
 
 def master_of(store: Store) -> str | None:

@@ -202,15 +202,12 @@ class FarcallProcessGroup(BackendFace):
     # ---- operations: to all, from all
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
-        return self._all_gather(
-            list(self._arguments.one(outputs, "all_gather")), self._arguments.one(inputs, "all_gather"), opts
-        )
-
-    def _all_gather(self, outputs: Tensors, mine: torch.Tensor, opts: Any) -> GroupWork:
-        self._arguments.check_count(outputs, "all_gather", "output")
-        self._arguments.check_dtypes([mine, *outputs], "all_gather")
+        targets = list(self._arguments.one(outputs, "all_gather"))
+        mine = self._arguments.one(inputs, "all_gather")
+        self._arguments.check_count(targets, "all_gather", "output")
+        self._arguments.check_dtypes([mine, *targets], "all_gather")
         field = signature("all_gather", mine.dtype)
-        return self._run(field, outputs, partial(self._perform_all_gather, outputs, mine), opts, [mine])
+        return self._run(field, targets, partial(self._perform_all_gather, targets, mine), opts, [mine])
 
     def _perform_all_gather(
         self, outputs: Tensors, mine: torch.Tensor, algorithms: Algorithms, field: bytes, deadline: float
@@ -225,13 +222,7 @@ class FarcallProcessGroup(BackendFace):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         size = self.getSize()
-        self._arguments.check_lengths(outputs, inputs, "all_gather")
-        for output, mine in zip(outputs, inputs, strict=True):
-            if output.numel() != mine.numel() * size or output.dtype != mine.dtype:
-                raise ValueError(
-                    f"all_gather at rank {self.getRank()}: the output must have {size} times as many "
-                    f"elements as the input, of its dtype; got {describe(output)} for {describe(mine)}"
-                )
+        self._arguments.check_parts("all_gather", "output", outputs, "input", inputs)
         shapes = _describe_all(inputs)
         field = signature("all_gather_single", None, None, "", -1, shapes)
 
@@ -315,13 +306,7 @@ class FarcallProcessGroup(BackendFace):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> GroupWork:
         size = self.getSize()
-        self._arguments.check_lengths(outputs, inputs, "reduce_scatter")
-        for output, mine in zip(outputs, inputs, strict=True):
-            if mine.numel() != output.numel() * size or output.dtype != mine.dtype:
-                raise ValueError(
-                    f"reduce_scatter at rank {self.getRank()}: the input must have {size} times as many "
-                    f"elements as the output, of its dtype; got {describe(mine)} for {describe(output)}"
-                )
+        self._arguments.check_parts("reduce_scatter", "input", inputs, "output", outputs)
         self._arguments.check_tensors("reduce_scatter_single", inputs)
         sources = [
             list(_dense(mine).view(-1).chunk(size)) if mine.numel() else [mine] * size for mine in inputs

@@ -41,17 +41,13 @@ class _Keys:
             future.set_result(None)
 
     def _set(self, key: str, value: bytes) -> list[Future[str | None]]:
+        """Set a key; returns the requests that do not wait any more."""
         self._values[key] = value
-        self._waiting, ready = self._split(key)
-        return ready
-
-    def _split(self, key: str) -> tuple[list[tuple[set[str], Future[str | None]]], list[Future[str | None]]]:
-        """Divide waiting requests into those that still wait now that ``key`` is set, and those that
-        do not.
-        """
         for missing, _ in self._waiting:
             missing.discard(key)
-        return [each for each in self._waiting if each[0]], [each[1] for each in self._waiting if not each[0]]
+        ready = [future for missing, future in self._waiting if not missing]
+        self._waiting = [each for each in self._waiting if each[0]]
+        return ready
 
     def get(self, key: str) -> bytes | None:
         with self._lock:

@@ -22,13 +22,12 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Backend, DistStoreError, Store, default_pg_timeout  # type: ignore[attr-defined]
+from torch.distributed import Backend, Store, default_pg_timeout  # type: ignore[attr-defined]
 
-from rpc.errors import RendezvousTimeoutError
 from spmd.collectives import torch_internals
 from spmd.collectives.arguments import accelerator
-from spmd.collectives.errors import StoreGivenUpError
 from spmd.collectives.group import Group
+from spmd.collectives.node import exchanged
 from spmd.collectives.process_group import FarcallProcessGroup
 
 __all__ = ["VendorProcessGroup", "Vendors", "agreed", "vendors"]
@@ -94,8 +93,7 @@ def agreed(
 ) -> Vendors:
     """Decide for all ranks alike: their backends, if each rank has the same ones; none otherwise.
 
-    A rank that stages a tensor while another one hands it to a vendor's backend would wait for ever. Rank 0
-    decides, once it has the backends of all.
+    A rank that stages a tensor while another one hands it to a vendor's backend would wait for ever.
 
     Args:
         mine: the backends that this rank has.
@@ -108,30 +106,12 @@ def agreed(
         RendezvousTimeoutError: not all ranks have come in time; names the missing ones.
         StoreGivenUpError: forming the group was given up.
     """
-    limit = timeout or default_pg_timeout
-    ranks = [f"backends/{each}" for each in range(size)]
-    store.set(ranks[rank], json.dumps([mine.config if mine.backends else "", place]))
-    try:
-        if rank == 0:
-            store.wait(ranks, limit)
-            store.set("decided", _decided([json.loads(store.get(each)) for each in ranks]))
-        store.wait(["decided"], limit)
-    except StoreGivenUpError:
-        raise
-    except DistStoreError as error:
-        missing = [str(each) for each in range(size) if not store.check([ranks[each]])]
-        raise RendezvousTimeoutError(
-            f"rank {rank} has waited {limit.total_seconds():g} s for the other ranks of a process group of "
-            f"{size}; missing: {', '.join(missing) or '0'}. Check that they run, and form the same group."
-        ) from error
-    return mine if store.get("decided") == b"agreed" else Vendors({})
-
-
-def _decided(ranks: list[tuple[str, str | None]]) -> str:
-    configs = {config for config, _ in ranks}
-    places = [place for _, place in ranks if place is not None]
-    alike = len(configs) == 1 and "" not in configs and len(set(places)) == len(places)
-    return "agreed" if alike else "staged"
+    limit = (timeout or default_pg_timeout).total_seconds()
+    text = json.dumps([mine.config, place]).encode()
+    told = [json.loads(each) for each in exchanged(store, "backends", text, rank, size, limit)]
+    places = [place for _, place in told if place is not None]
+    alike = {config for config, _ in told} == {mine.config} and len(set(places)) == len(places)
+    return mine if alike else Vendors({})
 
 
 class _Forming(threading.local):

@@ -214,7 +214,7 @@ class Attempt:
             return []
         finally:
             group.group.purpose = ""
-        return [_list(each) for each in rows]
+        return [each.tolist() for each in rows]
 
     def finish(self) -> None:
         """Wait for all sums. A failure is noted, and decides what becomes of the attempt."""
@@ -252,11 +252,6 @@ class Attempt:
             self._decide()
             if not self.committed:
                 raise _Over
-
-    def decide(self) -> bool:
-        """End the attempt; whether it is committed, on all members alike."""
-        self._decide()
-        return self.committed
 
     def give_up(self, reason: str) -> None:
         """Have the attempt be repeated on all members, since this one is not prepared to commit it."""
@@ -340,7 +335,7 @@ class Attempt:
             if views.core.count(self.whole_view, votes):
                 views.outcome, views.given_step = Outcome.COMMIT, NEW
                 if views.core.hold:
-                    views.wake()
+                    views.woken.set()
 
     def _await_outcome(self) -> None:
         views = self._views
@@ -354,8 +349,3 @@ class Attempt:
                 raise ElasticError("this worker has left the elastic job in the middle of a step")
             self.committed = views.outcome is Outcome.COMMIT
             views.given_step = NEW
-
-
-def _list(row: torch.Tensor) -> list[int]:
-    values: list[int] = row.tolist()
-    return values

@@ -225,6 +225,12 @@ class Job:
         """This worker's incarnation, as the view has it."""
         return self._views.me
 
+    def sum_gradients_of(self, module: torch.nn.Module) -> None:
+        """Sum the gradients of a module that is not part of the state, from the next attempt on."""
+        reducer = Reducer(module)
+        reducer.attach()
+        self._reducers.append(reducer)
+
     def next_attempt(self) -> Attempt | None:
         """Begin an attempt for a program without a loop over attempts; None if this member has left.
 
@@ -423,7 +429,6 @@ def join(
     sampler: Sampler,
     min_size: int = 1,
     replica_size: int = 1,
-    straggler_after: float | None = None,
     **state: Any,
 ) -> Job:
     """Join the elastic job of this worker's dynamic RPC group, or found it.
@@ -436,7 +441,6 @@ def join(
         min_size: number of replicas without which no step is tried.
         replica_size: number of workers of a replica, which train together and are lost together. It is formed
             as ``elastic.replica`` says, which a program calls first if it shards the model.
-        straggler_after: not supported; None.
         state: the objects that make up the state, by name: modules, optimizers, and any others with
             ``state_dict`` and ``load_state_dict``. Gradients of the modules are summed over the members.
 
@@ -462,14 +466,9 @@ def join(
                 optimizer.step()
         job.leave()
     """
-    count: object = replica_size
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise InvalidOptionError(f"elastic.join: replica_size is {count!r}; it must be a positive integer")
-    if straggler_after is not None:
-        raise InvalidOptionError("elastic.join: straggler_after is not supported: members wait for slow ones")
-    least: object = min_size
-    if not isinstance(least, int) or least < 1:
-        raise InvalidOptionError(f"elastic.join: min_size is {least!r}; it must be a positive integer")
+    for name, number in (("min_size", min_size), ("replica_size", replica_size)):
+        if type(number) is not int or number < 1:
+            raise InvalidOptionError(f"elastic.join: {name} is {number!r}; it must be a positive integer")
     if not isinstance(sampler, Sampler):
         raise TypeError(
             f"elastic.join: sampler is of type {type(sampler).__name__}. It must be an elastic.Sampler, "

@@ -155,7 +155,8 @@ class Reducer:
             self._bucket_of[parameter] = bucket, place
 
     def attach(self) -> None:
-        """Begin to follow the module's backward passes."""
+        """Begin to follow the module's backward passes. Idempotent."""
+        self.detach()
         for parameter in self._bucket_of:
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(self._ready))

@@ -36,6 +36,4 @@ def ask_for_entry(
     views = agent.extensions.get(EXTENSION)
     if views is None:
         return None, 0, (0, 0), ()
-    answer: tuple[Any, int, tuple[int, int], tuple[int, ...]]
-    answer = views.greeted(incarnation, key, description, tuple(replica))
-    return answer
+    return views.greeted(incarnation, key, description, tuple(replica))  # type: ignore[no-any-return]

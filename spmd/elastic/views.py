@@ -276,10 +276,6 @@ class Views:
             self._interrupted_at = self._interrupted_at or monotonic()
         self.woken.set()
 
-    def wake(self) -> None:
-        """Have the thread that proposes views look again."""
-        self.woken.set()
-
     def suspect(self) -> None:
         """Record that the group of the view has failed, or a member is gone; a view change follows."""
         with self.changed:
@@ -522,7 +518,8 @@ class Views:
     def give(self, ballot: Ballot, step: int) -> Iterator[Any]:
         """Yield the view in which the last step was committed, and the parts of the state, to a newcomer."""
         view = self.core.view
-        if view is not None and view.ballot == ballot and self.core.step != NEW:
+        is_there = view is not None and view.ballot == ballot and self.core.step != NEW
+        if view is not None and is_there and self.wait_until_given(view, step):  # it is kept only then
             for each in itertools.chain([self.core.last], self._state()):
                 if not self.wait_until_given(view, step):
                     break

@@ -1,4 +1,4 @@
-"""Simulate elastic jobs: the real deciding code, ``spmd/elastic/agreement.py``, without processes or PyTorch.
+"""Simulate elastic jobs: the real deciding code, ``spmd/elastic/agreement.py``, without processes.
 
 python -m tests.simulation.elastic --seeds 3000     # as many runs; the number of a failing one is printed
 python -m tests.simulation.elastic --seed 17        # one, and all that happens in it
@@ -20,21 +20,13 @@ a witness on its host, which may leave: then all the others go on, too.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import random
 import sys
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from spmd.elastic import agreement
-else:  # without its package, which imports PyTorch
-    _FILE = Path(__file__).resolve().parent.parent.parent / "spmd/elastic/agreement.py"
-    _SPEC = importlib.util.spec_from_file_location("elastic_agreement", _FILE)
-    agreement = sys.modules["elastic_agreement"] = importlib.util.module_from_spec(_SPEC)
-    _SPEC.loader.exec_module(agreement)
+from spmd.elastic import agreement
 
 __all__ = ["Violation", "World", "agreement", "find", "run"]
 

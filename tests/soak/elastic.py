@@ -7,6 +7,7 @@ SIGKILL
 python -m tests.soak.elastic --hosts                     # on two hosts: network namespaces; needs root
 python -m tests.soak.elastic --cut 20                    # the link between them is cut for 20 s, in place of
 SIGKILL
+python -m tests.soak.elastic --seconds 600 --leaks       # does a member that stays keep anything of others?
 
 Each killed member is replaced by a new process after half a second. At the end the survivors must have
 committed the same steps without a gap, have bitwise equal weights, and have used each sample of each step
@@ -18,19 +19,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import functools
+import gc
 import hashlib
 import itertools
 import json
-import logging
 import os
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +41,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import rpc
 from farcall import elastic
+from spmd.collectives.sequencer import IDLE_SECONDS
+from tests.soak.processes import Processes
 from tests.support.network_namespaces import Hosts, enter
 
 __all__ = ["main"]
@@ -51,13 +53,16 @@ _LENGTH: Final = 960
 _BATCH: Final = 48
 _CUT_LOST_AFTER: Final = 5
 """Seconds of silence after which members are lost where links are cut; by default it is 30."""
-_KILL_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
+_GROWTH, _SLACK = 1.1, 2
+"""What a member that stays may have more of at the end: a tenth, or two, as others change in the meantime."""
+_UNDER_WAY: Final = {"agent.pending_calls", "agent.active_tasks", "agent.cancellable_requests"}
+"""Numbers of what members ask one another at that moment."""
 
 
 def make_model() -> nn.Module:
     """A model in float64, with equal weights in each process."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 10)).double()
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 10)).double()
 
 
 def make_data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,12 +70,6 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(_LENGTH, 32, generator=generator, dtype=torch.float64)
     return x, (x @ torch.randn(32, 10, generator=generator, dtype=torch.float64)).argmax(1)
-
-
-def make_simple_model() -> nn.Module:
-    """Without batch normalization, whose sums depend on the cut of the batch."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 10)).double()
 
 
 class Used:
@@ -104,7 +103,6 @@ def _flat(state: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 def be_member(name: str, folder: Path, options: argparse.Namespace, network: dict[str, Any]) -> None:
     """The program of a member; ``network`` holds the agent's options for it."""
-    torch.set_num_threads(1)
     log = open(folder / f"{name}.log", "w", encoding="utf-8")  # noqa: SIM115  until the process ends
 
     def say(what: str, **more: Any) -> None:
@@ -112,10 +110,10 @@ def be_member(name: str, folder: Path, options: argparse.Namespace, network: dic
         log.flush()
 
     rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(dynamic=True, **network))
-    model = make_model() if options.buffers else make_simple_model()
+    model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     x, y = make_data()
-    used = Used()
+    used, leaving = Used(), folder / f"{name}.leave"
     try:
         job = elastic.join(
             model=model, optimizer=optimizer, used=used, sampler=elastic.Sampler(_LENGTH, _BATCH, seed=3)
@@ -125,6 +123,8 @@ def be_member(name: str, folder: Path, options: argparse.Namespace, network: dic
             if (folder / "stop").exists():
                 job.finish()
             with attempt:
+                if leaving.exists():
+                    job.leave()
                 i = attempt.indices
                 used.steps.append(str(attempt.step))  # put back if the attempt is repeated
                 loss = nn.functional.cross_entropy(model(x[i]), y[i], reduction="sum") / attempt.batch_size
@@ -133,20 +133,25 @@ def be_member(name: str, folder: Path, options: argparse.Namespace, network: dic
                 optimizer.step()
             if attempt.committed:
                 say("commit", step=attempt.step, view=attempt.view, size=attempt.size, samples=i.tolist())
-        job.leave()
+            if name == "member0" and attempt.size == options.members and (folder / "count").exists():
+                (folder / "count").unlink()
+                say("counts", counts=counts())
+        if not leaving.exists():
+            job.leave()
     except elastic.Finished as finished:
         say("finished", step=finished.step)
     except elastic.PutOut as out:
         say("put out", text=str(out))
     else:
-        contiguous = used.steps == [str(each) for each in range(job.step)]
-        say("end", digest=digest(model, optimizer), steps=job.step, contiguous=contiguous)
-        torch.save(model.state_dict(), folder / f"{name}.pt")
+        if not leaving.exists():
+            contiguous = used.steps == [str(each) for each in range(job.step)]
+            say("end", digest=digest(model, optimizer), steps=job.step, contiguous=contiguous)
+            torch.save(model.state_dict(), folder / f"{name}.pt")
     rpc.shutdown()
 
 
-class Members:
-    """The processes of a job, forked from this one, which has imported everything.
+class Members(Processes):
+    """The processes of a job.
 
     Args:
         folder: folder of their logs.
@@ -157,44 +162,31 @@ class Members:
     """
 
     def __init__(self, folder: Path, program: Callable[[str, int], object]) -> None:
-        self._folder, self._program = folder, program
+        super().__init__(folder)
+        self._program = program
         self.hosts: dict[str, int] = {}
-        self.living: dict[str, int] = {}
-        self.statuses: dict[str, int] = {}
-        self._count = 0
 
-    def start(self, host: int = 0) -> str:
-        """Start one more; returns its name."""
-        name = f"member{self._count}"
+    def add(self, host: int = 0) -> None:
+        """Start one more."""
+        name = f"member{len(self.hosts)}"
         self.hosts[name] = host
-        self._count += 1
-        pid = os.fork()
-        if pid:
-            self.living[name] = pid
-            return name
-        ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
-        status = 0
-        try:
-            with open(self._folder / f"{name}.err", "wb", buffering=0) as errors:
-                os.dup2(errors.fileno(), 1)
-                os.dup2(errors.fileno(), 2)
-            logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s", force=True)
-            self._program(name, host)
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+        self.start(name, functools.partial(self._program, name, host))
 
-    def collect(self) -> None:
-        """Note which have ended."""
-        for name, pid in list(self.living.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del self.living[name]
-                self.statuses[name] = os.waitstatus_to_exitcode(status)
+
+def counts() -> dict[str, int]:
+    """What this process holds, once garbage is collected, and idle threads of groups have ended."""
+    time.sleep(IDLE_SECONDS + 2)
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    [resident] = [line for line in status.splitlines() if line.startswith("VmRSS")]
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "mapped segments": sum("memfd" in line or "/dev/shm" in line for line in maps.splitlines()),
+        "memory, KiB": int(resident.split()[1]),
+        **{name: number for name, number in rpc.get_debug_info().items() if name not in _UNDER_WAY},
+    }
 
 
 def entries(folder: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -207,9 +199,9 @@ def entries(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def alone(steps: int, buffers: bool) -> nn.Module:
+def alone(steps: int) -> nn.Module:
     """The same training in one process."""
-    model = make_model() if buffers else make_simple_model()
+    model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     x, y = make_data()
     sampler = elastic.Sampler(_LENGTH, _BATCH, seed=3)
@@ -232,12 +224,16 @@ def disturb(
     due: list[tuple[float, int]] = []
     passing: list[tuple[float, Callable[[], object]]] = []
     """What ends stops and cuts, and when."""
-    while time.monotonic() < end or passing:
+    is_counted = False
+    while time.monotonic() < end or passing or (options.leaks and due):
         now = time.monotonic()
+        if options.leaks and not is_counted and now > end - 0.9 * options.seconds:
+            is_counted = True
+            (folder / "count").touch()
         members.collect()
         for when, host in [each for each in due if each[0] <= now]:
             due.remove((when, host))
-            members.start(host)
+            members.add(host)
         for each in [each for each in passing if each[0] <= now]:
             passing.remove(each)
             each[1]()
@@ -252,7 +248,8 @@ def disturb(
                 ):  # those that were put out have ended
                     victims = sorted(name for name in training if members.hosts[name] == 1)
             elif len(training) > options.at_once:
-                victims = chance.sample(sorted(training), options.at_once)
+                candidates = training - {"member0"} if options.leaks else training
+                victims = chance.sample(sorted(candidates), options.at_once)
             if victims and options.cut and hosts is not None:
                 hosts.set_link(0, "down")
                 passing.append((now + options.cut, functools.partial(hosts.set_link, 0, "up")))
@@ -260,7 +257,10 @@ def disturb(
             else:
                 for name in victims:
                     pid = members.living[name]
-                    os.kill(pid, signal.SIGSTOP if options.stop else signal.SIGKILL)
+                    if options.leaks and len(kills) % 3:
+                        (folder / f"{name}.leave").touch()
+                    else:
+                        os.kill(pid, signal.SIGSTOP if options.stop else signal.SIGKILL)
                     if options.stop:
                         passing.append((now + options.stop, functools.partial(os.kill, pid, signal.SIGCONT)))
                     else:
@@ -272,7 +272,19 @@ def disturb(
     return kills
 
 
-def report(folder: Path, members: Members, kills: list[tuple[float, list[str]]], buffers: bool) -> list[str]:
+def growth(said: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Print what the member that stays has at first, and in the end; returns what is more."""
+    early, late = [entry["counts"] for _, entry in said if entry["what"] == "counts"]
+    for name, number in late.items():
+        print(f"{name}: {early[name]} -> {number}")
+    return [
+        f"more {name}"
+        for name, number in late.items()
+        if number > max(_GROWTH * early[name], early[name] + _SLACK)
+    ]
+
+
+def report(folder: Path, members: Members, kills: list[tuple[float, list[str]]]) -> list[str]:
     """Print figures; returns what is wrong."""
     said = entries(folder)
     wrong = [
@@ -306,13 +318,12 @@ def report(folder: Path, members: Members, kills: list[tuple[float, list[str]]],
             or (not kills and set(samples) != whole)
         ):
             wrong.append(f"the samples of step {step} are not its batch")
-    if not buffers:
-        model = alone(steps, buffers)
-        final = torch.load(folder / f"{ends[0][0]}.pt")
-        far = max(float((final[key] - value).abs().max()) for key, value in model.state_dict().items())
-        print(f"difference from one process after {steps} steps: {far:.1e}")
-        if far > 1e-9:
-            wrong.append("the weights are not those of one process")
+    model = alone(steps)
+    final = torch.load(folder / f"{ends[0][0]}.pt")
+    far = max(float((final[key] - value).abs().max()) for key, value in model.state_dict().items())
+    print(f"difference from one process after {steps} steps: {far:.1e}")
+    if far > 1e-9:
+        wrong.append("the weights are not those of one process")
     times = sorted(min(when for when, _, _ in parts) for parts in commits.values())
     pauses = list(itertools.pairwise(times))
     usual = sorted(after - before for before, after in pauses)[len(pauses) // 2]
@@ -346,7 +357,11 @@ def main() -> int:
         default=0.0,
         help="cut the link of two hosts for so many seconds, in place of killing",
     )
-    parser.add_argument("--buffers", action="store_true", help="train a model with batch normalization")
+    parser.add_argument(
+        "--leaks",
+        action="store_true",
+        help="of three members that go, two leave; the first one stays, and must keep nothing of them",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=180.0, help="seconds for all to begin, and to end")
     options = parser.parse_args()
@@ -381,7 +396,7 @@ def run(folder: Path, options: argparse.Namespace, hosts: Hosts | None) -> int:
 
     members = Members(folder, program)
     for index in range(options.members):
-        members.start(index % len(addresses))
+        members.add(index % len(addresses))
     limit = time.monotonic() + options.patience
     while len({name for name, entry in entries(folder) if entry["what"] == "commit"}) < options.members:
         members.collect()
@@ -390,12 +405,18 @@ def run(folder: Path, options: argparse.Namespace, hosts: Hosts | None) -> int:
             return 1
         time.sleep(0.05)
     kills = disturb(members, folder, options, hosts)
-    (folder / "stop").touch()
     limit = time.monotonic() + options.patience
+    if options.leaks:
+        (folder / "count").touch()
+        while (folder / "count").exists() and time.monotonic() < limit:
+            time.sleep(0.02)
+    (folder / "stop").touch()
     while members.living and time.monotonic() < limit:
         members.collect()
         time.sleep(0.02)
-    wrong = report(folder, members, kills, options.buffers)
+    wrong = report(folder, members, kills)
+    if options.leaks:
+        wrong += growth(entries(folder))
     for each in wrong[:10]:
         print("WRONG:", each)
     print(f"logs: {folder}")

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
-import logging
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -35,12 +32,12 @@ import rpc
 from dist_optim import DistributedOptimizer
 from farcall import elastic
 from rpc.errors import WorkerLostError
+from tests.soak.processes import Processes
 
 __all__ = ["main"]
 
 torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.1)  # imports what the first optimizer needs
 
-_KILL_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 _SERVERS: Final = 4
 _TRAINERS: Final = 3
 _PATIENCE: Final = 90.0
@@ -137,55 +134,32 @@ def train(folder: Path) -> None:
     wait_for(folder / "end")
 
 
-class Processes:
-    """Forked from this one, which has imported everything."""
+class Workers(Processes):
+    """The workers of the group."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.living: dict[str, int] = {}
+    def add(self, name: str, program: Callable[..., None], *args: Any) -> None:
+        """Start a worker."""
 
-    def start(self, name: str, program: Callable[..., None], *args: Any) -> None:
-        pid = os.fork()
-        if pid:
-            self.living[name] = pid
-            return
-        ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
-        status = 0
-        try:
-            with open(self._folder / f"{name}.err", "wb", buffering=0) as errors:
-                os.dup2(errors.fileno(), 1)
-                os.dup2(errors.fileno(), 2)
-            logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s", force=True)
-            torch.set_num_threads(1)
-            meeting = (self._folder / "meeting").as_uri()
+        def run() -> None:
+            meeting = (self.folder / "meeting").as_uri()
             rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(init_method=meeting, dynamic=True))
             program(*args)
             rpc.shutdown()
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+
+        self.start(name, run)
 
     def kill(self, name: str) -> None:
         pid = self.living.pop(name)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
-    def failed(self) -> list[str]:
-        """Those that have ended by themselves."""
-        ended = []
-        for name, pid in list(self.living.items()):
-            done, _ = os.waitpid(pid, os.WNOHANG)
-            if done:
-                del self.living[name]
-                ended.append(f"{name}: {(self._folder / f'{name}.err').read_text()[-2000:]}")
-        return ended
+    def errors(self) -> list[str]:
+        """What is said of those that have ended by themselves."""
+        self.collect()
+        return [f"{name}: {(self.folder / f'{name}.err').read_text()[-2000:]}" for name in self.statuses]
 
 
-def next_victim(folder: Path, processes: Processes, backups: bool) -> str:
+def next_victim(folder: Path, processes: Workers, backups: bool) -> str:
     """Wait until both objects have two copies on living workers; return one of the workers."""
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:
@@ -195,7 +169,7 @@ def next_victim(folder: Path, processes: Processes, backups: bool) -> str:
                 return str(
                     random.choice([*server, *model]) if backups else random.choice([server[0], model[0]])
                 )
-        if ended := processes.failed():
+        if ended := processes.errors():
             raise AssertionError("\n".join(ended))
         time.sleep(0.02)
     raise AssertionError(f"there are no two copies: {(folder / 'copies.json').read_text()}")
@@ -243,19 +217,19 @@ def main() -> None:
             stack.enter_context(tempfile.TemporaryDirectory(prefix="replicated-"))
         )
         folder.mkdir(exist_ok=True)
-        processes = Processes(folder)
+        processes = Workers(folder)
         count = _SERVERS
         for number in range(_SERVERS):
-            processes.start(f"server{number}", serve, f"server{number}", folder)
+            processes.add(f"server{number}", serve, f"server{number}", folder)
         for number in range(_TRAINERS):
-            processes.start(f"trainer{number}", push, number, folder)
-        processes.start("optimizing", train, folder)
+            processes.add(f"trainer{number}", push, number, folder)
+        processes.add("optimizing", train, folder)
         for _ in range(options.kills):
             victim = next_victim(folder, processes, options.backups)
             time.sleep(random.random() * 0.2)
             processes.kill(victim)
             print(f"killed {victim}", flush=True)
-            processes.start(f"server{count}", serve, f"server{count}", folder)
+            processes.add(f"server{count}", serve, f"server{count}", folder)
             count += 1
         next_victim(folder, processes, options.backups)
         (folder / "stop").touch()

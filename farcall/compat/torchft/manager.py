@@ -19,13 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 import rpc
-from farcall.compat.torchft.process_group import ProcessGroup
 from rpc.errors import InvalidOptionError, RpcError
 from rpc.runtime.current import current_agent, is_initialized
 from spmd.elastic.attempt import Attempt
 from spmd.elastic.errors import ElasticError, Finished
 from spmd.elastic.job import Job
-from spmd.elastic.reducer import Reducer
 from spmd.elastic.sampling import Sampler
 from spmd.elastic.state import State
 
@@ -70,23 +68,6 @@ class _State(State):
         self._manager.counts = given["counts"]
         for name, (load, _) in self._manager.state_functions.items():
             load(given["user"][name])
-
-
-class _Step:
-    """What a reducer needs to know of an attempt."""
-
-    def __init__(self, attempt: Attempt, weight: float) -> None:
-        self._attempt, self.weight = attempt, weight
-
-    @property
-    def has_failed(self) -> bool:
-        return self._attempt.has_failed
-
-    def start(self, tensor: torch.Tensor, *, blocks: bool = False) -> None:
-        self._attempt.start(tensor, blocks=blocks)
-
-    def finish(self) -> None:
-        self._attempt.finish()
 
 
 class _Reduction(dist.Work):
@@ -140,7 +121,7 @@ class Manager:
 
     def __init__(
         self,
-        pg: ProcessGroup | None = None,
+        pg: object = None,
         load_state_dict: Callable[[Any], object] | None = None,
         state_dict: Callable[[], Any] | None = None,
         min_replica_size: int = 1,
@@ -177,7 +158,6 @@ class Manager:
         self._attempt: Attempt | None = None
         self._participants: list[int] = []
         self._error: Exception | None = None
-        self._reducers: list[Reducer] = []
         self._job = Job(Sampler(1, 1), min_replica_size, _State(self))
         self._has_entered = False
 
@@ -248,10 +228,8 @@ class Manager:
         self._attempt, self._error = attempt, None
         view = attempt.whole_view
         self._participants = [view.members[rank] for rank in view.contributors(attempt.step)]
+        attempt.weight = 1 / self.num_participants() if self.is_participating() else 0.0
         attempt.__enter__()
-        weight = 1 / self.num_participants() if self.is_participating() else 0.0
-        for reducer in self._reducers:
-            reducer.begin(_Step(attempt, weight))
 
     def wait_quorum(self) -> None:
         """Return at once: ``start_quorum`` has waited."""
@@ -287,9 +265,7 @@ class Manager:
 
     def average_gradients_of(self, module: nn.Module) -> None:
         """Average the gradients of an ``elastic.DistributedDataParallel`` from the next step on."""
-        reducer = Reducer(module)
-        reducer.attach()
-        self._reducers.append(reducer)
+        self._job.sum_gradients_of(module)
 
     def report_error(self, e: Exception) -> None:
         """Record an error, after which this step is not committed, on any member."""
@@ -324,22 +300,14 @@ class Manager:
             StepFailedError: another member has failed.
         """
         attempt = self._current()
-        for reducer in self._reducers:
-            reducer.finish()
         if self._error is not None:
             logger.warning("'%s' gives step %d up: %r", self._replica, self.current_step(), self._error)
             attempt.give_up(f"{type(self._error).__name__}: {self._error}")
-        count = self.num_participants()
-        try:
-            committed = attempt.decide()
-        finally:
-            self._attempt = None
-            attempt.is_open = False
-            for reducer in self._reducers:
-                reducer.end()
-        if committed:
-            self.counts = self.counts[0], self.counts[1] + count
-        return committed
+        self._attempt = None
+        attempt.__exit__(None, None, None)
+        if attempt.committed:
+            self.counts = self.counts[0], self.counts[1] + self.num_participants()
+        return attempt.committed
 
     # ---- the members
 

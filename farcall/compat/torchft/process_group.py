@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from farcall.compat.torchft.manager import Manager
 
 __all__ = ["ManagedProcessGroup", "ProcessGroup", "ProcessGroupGloo", "ProcessGroupNCCL"]
 
@@ -47,16 +49,6 @@ class ProcessGroupNCCL(ProcessGroup):
     """A group for tensors on CUDA devices, which are staged through the host."""
 
 
-class _Manager(Protocol):
-    def allreduce(
-        self, tensor: torch.Tensor, should_quantize: bool = ..., reduce_op: Any = ...
-    ) -> dist.Work: ...
-
-    def participating_rank(self) -> int | None: ...
-
-    def num_participants(self) -> int: ...
-
-
 class ManagedProcessGroup(dist.ProcessGroup):
     """The participants of a manager, as a process group that has ``allreduce`` only.
 
@@ -64,7 +56,7 @@ class ManagedProcessGroup(dist.ProcessGroup):
         manager: the manager.
     """
 
-    def __init__(self, manager: _Manager) -> None:
+    def __init__(self, manager: Manager) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
         self._manager = manager
 

@@ -462,16 +462,13 @@ class Copy:
                 self._run(position, call)
                 unlike = {each for each in self._backups() if self._outcomes.get(each) != self._failed}
                 self._need_state |= unlike  # methods that are not the same function everywhere
-            elif self._missing() > 0:
+            elif len(self._view().members) < self.copies:
                 if not self._add():
                     return
             elif self.is_ready:
                 return
             else:
                 self._pending = (1, self.me), None
-
-    def _missing(self) -> int:
-        return self.copies - len(self._view().members)
 
     def _add(self) -> bool:
         """Add the candidate, if there is one and the object can be copied."""

@@ -35,28 +35,16 @@ LIMIT = 3
 
 
 def in_world(
-    body: Callable[[Worker], Any], worker: Worker, apart: bool, seconds: float = 20.0
+    body: Callable[[Worker], Any], apart: bool, worker: Worker
 ) -> tuple[type[BaseException] | None, str]:
     """Runs ``body`` on a rank, and returns what it has ended in."""
-    with process_group(worker, seconds=seconds, options=by_messages() if apart else None):
+    with process_group(worker, options=by_messages() if apart else None):
         try:
             dist.all_reduce(torch.ones(2))  # which another may fail after its own end of it
-            worker.report("formed")
             body(worker)
-        except (CollectiveError, KeyboardInterrupt) as error:
+        except CollectiveError as error:
             return type(error), str(error)
     return None, ""
-
-
-def all_in_world(
-    run_workers: RunWorkers, body: Callable[[Worker], Any], apart: bool, world_size: int = 3, **options: Any
-) -> list[tuple[type[BaseException] | None, str]]:
-    task = partial(_task, body, apart, options)
-    return run_workers(task, world_size)
-
-
-def _task(body: Callable[[Worker], Any], apart: bool, options: dict[str, Any], worker: Worker) -> Any:
-    return in_world(body, worker, apart, **options)
 
 
 # ---- in groups of their own
@@ -221,7 +209,7 @@ def all_reduce_but_rank_3(worker: Worker) -> None:
 
 def test_a_timeout_names_who_has_not_come_and_not_who_waits_for_it(run_workers: RunWorkers) -> None:
     """Rank 0 waits for rank 2, which waits for rank 3."""
-    workers = run_workers.start([partial(_task, all_reduce_but_rank_3, True, {})] * 4, 4)
+    workers = run_workers.start([partial(in_world, all_reduce_but_rank_3, True)] * 4, 4)
     for rank in range(3):
         kind, text = workers[rank].result()
         assert kind is CollectiveTimeoutError
@@ -242,7 +230,7 @@ def test_a_rank_that_dies_ends_a_collective_also_where_nobody_waits_for_it(
     run_workers: RunWorkers, apart: bool
 ) -> None:
     """Rank 0 waits for rank 1, which is still to come."""
-    workers = run_workers.start([partial(_task, all_reduce_at_rank_0, apart, {})] * 4, 4)
+    workers = run_workers.start([partial(in_world, all_reduce_at_rank_0, apart)] * 4, 4)
     for each in workers:
         each.wait_for("waiting")
     workers[3].kill()
@@ -260,7 +248,7 @@ def all_reduce_or_leave(worker: Worker) -> None:
 
 @PATHS
 def test_a_rank_that_leaves_is_not_waited_for(run_workers: RunWorkers, apart: bool) -> None:
-    ends = all_in_world(run_workers, all_reduce_or_leave, apart)
+    ends = run_workers(partial(in_world, all_reduce_or_leave, apart), 3)
     assert ends[1] == (None, "")
     for kind, text in (ends[0], ends[2]):
         assert kind is RankLostError
@@ -292,7 +280,7 @@ def forks(worker: Worker) -> None:
 def test_a_forked_child_cannot_use_the_group_and_does_it_no_harm(
     run_workers: RunWorkers, apart: bool
 ) -> None:
-    assert all_in_world(run_workers, forks, apart, 2) == [(None, "")] * 2
+    assert run_workers(partial(in_world, forks, apart), 2) == [(None, "")] * 2
 
 
 # ---- nothing is left
@@ -326,5 +314,5 @@ def usage() -> tuple[int, int, int]:
 
 @pytest.mark.timeout(90 * EFFORT)
 def test_thousands_of_collectives_leave_nothing_behind(run_workers: RunWorkers) -> None:
-    task = partial(_task, many_collectives, False, {})
+    task = partial(in_world, many_collectives, False)
     assert run_workers(task, 2, time_limit=60.0 * EFFORT) == [(None, "")] * 2

@@ -19,7 +19,7 @@ from spmd.collectives import formation
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError, RankLostError
 from tests.support.default_device import not_on_devices
 from tests.support.process_groups import by_messages, process_group
-from tests.support.serving import in_all
+from tests.support.serving import in_all, in_standing
 from tests.support.standing import Shared
 from tests.support.workers import RunWorkers, Worker
 
@@ -36,17 +36,24 @@ def on_hosts_of_their_own(worker: Worker) -> contextlib.AbstractContextManager[A
     return process_group(worker, options=by_messages())
 
 
-def run_in_world(
-    run_workers: RunWorkers, body: Callable[[Worker], Any], world_size: int, *, apart: bool = False
-) -> None:
-    """Runs the body in ranks that stay for such tests of the module."""
-    run_workers(Shared(on_hosts_of_their_own if apart else process_group, body), world_size)
+def on_each_path(world_size: int) -> Callable[[Callable[[Worker], None]], Callable[..., None]]:
+    """Makes a test of a function that runs on each rank, over shared memory and by messages."""
+
+    def decorate(body: Callable[[Worker], None]) -> Callable[..., None]:
+        @PATHS
+        def test(run_workers: RunWorkers, apart: bool) -> None:
+            run_workers(Shared(on_hosts_of_their_own if apart else process_group, body), world_size)
+
+        return test
+
+    return decorate
 
 
 # ---- tensors
 
 
-def reduce_leaves(worker: Worker) -> None:
+@on_each_path(3)
+def test_tensors_that_require_grad_are_reduced_in_place(worker: Worker) -> None:
     leaf, output = torch.ones(LARGE, requires_grad=True), torch.empty(4)
     for work in (dist.all_reduce(leaf), dist.all_reduce(leaf, async_op=True)):
         if work is not None:
@@ -62,12 +69,8 @@ def reduce_leaves(worker: Worker) -> None:
     assert not any(each.requires_grad for each in (output, *gathered))
 
 
-@PATHS
-def test_tensors_that_require_grad_are_reduced_in_place(run_workers: RunWorkers, apart: bool) -> None:
-    run_in_world(run_workers, reduce_leaves, 3, apart=apart)
-
-
-def reduce_inference_tensors(worker: Worker) -> None:
+@on_each_path(3)
+def test_inference_tensors_are_reduced_and_moved_on_any_thread(worker: Worker) -> None:
     with torch.inference_mode():
         tensors = [torch.ones(LARGE // 100, 100) for _ in range(4)]
         received = torch.empty(100, LARGE // 100)
@@ -85,12 +88,8 @@ def reduce_inference_tensors(worker: Worker) -> None:
     assert all(each.eq(3).all() for each in tensors)
 
 
-@PATHS
-def test_inference_tensors_are_reduced_and_moved_on_any_thread(run_workers: RunWorkers, apart: bool) -> None:
-    run_in_world(run_workers, reduce_inference_tensors, 3, apart=apart)
-
-
-def use_results_in_autograd(worker: Worker) -> None:
+@on_each_path(2)
+def test_results_can_be_used_in_autograd(worker: Worker) -> None:
     weight = torch.ones(3, requires_grad=True)
     tensor, sparse = torch.ones(3), torch.tensor([[1.0, 0, 2]]).to_sparse()
     dist.all_reduce(tensor)
@@ -101,12 +100,8 @@ def use_results_in_autograd(worker: Worker) -> None:
     assert gradient.tolist() == [4.0, 2.0, 6.0]
 
 
-@PATHS
-def test_results_can_be_used_in_autograd(run_workers: RunWorkers, apart: bool) -> None:
-    run_in_world(run_workers, use_results_in_autograd, 2, apart=apart)
-
-
-def scatter_in_place(worker: Worker) -> None:
+@on_each_path(3)
+def test_the_output_of_a_reduce_scatter_may_be_a_part_of_its_input(worker: Worker) -> None:
     for size in (4, LARGE):
         inputs = torch.arange(size * 3.0) + worker.rank
         output = inputs.chunk(3)[worker.rank]
@@ -115,14 +110,8 @@ def scatter_in_place(worker: Worker) -> None:
         assert torch.equal(output, expected)
 
 
-@PATHS
-def test_the_output_of_a_reduce_scatter_may_be_a_part_of_its_input(
-    run_workers: RunWorkers, apart: bool
-) -> None:
-    run_in_world(run_workers, scatter_in_place, 3, apart=apart)
-
-
-def exchange_other_sizes(worker: Worker) -> None:
+@on_each_path(2)
+def test_bytes_for_a_rank_that_expects_none_are_an_error(worker: Worker) -> None:
     """Rank 1 expects nothing of rank 0, which has much for it."""
     group = dist.new_group()
     outputs = [torch.empty(1 - worker.rank), torch.empty(1)]
@@ -135,12 +124,8 @@ def exchange_other_sizes(worker: Worker) -> None:
         exchange()
 
 
-@PATHS
-def test_bytes_for_a_rank_that_expects_none_are_an_error(run_workers: RunWorkers, apart: bool) -> None:
-    run_in_world(run_workers, exchange_other_sizes, 2, apart=apart)
-
-
-def profile_operations(worker: Worker) -> None:
+@on_each_path(2)
+def test_the_profiler_shows_each_operation_once(worker: Worker) -> None:
     tensor, other = torch.ones(3, 4), 1 - worker.rank
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         dist.all_reduce(tensor)
@@ -154,15 +139,13 @@ def profile_operations(worker: Worker) -> None:
     assert all(event.input_shapes == [[3, 4]] for event in found.values())
 
 
-@PATHS
-def test_the_profiler_shows_each_operation_once(run_workers: RunWorkers, apart: bool) -> None:
-    run_in_world(run_workers, profile_operations, 2, apart=apart)
-
-
 # ---- callbacks
 
 
-def reduce_in_a_callback(worker: Worker) -> None:
+@on_each_path(2)
+def test_a_callback_may_wait_for_further_collectives(worker: Worker) -> None:
+    """As DistributedDataParallel's hook of PowerSGD does."""
+
     def again(future: torch.futures.Future[Any]) -> torch.Tensor:
         work = dist.all_reduce(future.value()[0], async_op=True)
         assert work is not None
@@ -176,13 +159,9 @@ def reduce_in_a_callback(worker: Worker) -> None:
         assert work.get_future().then(again).wait().eq(8).all()
 
 
-@PATHS
-def test_a_callback_may_wait_for_further_collectives(run_workers: RunWorkers, apart: bool) -> None:
-    """As DistributedDataParallel's hook of PowerSGD does."""
-    run_in_world(run_workers, reduce_in_a_callback, 2, apart=apart)
-
-
-def receive_in_a_callback(worker: Worker) -> None:
+@not_on_devices("the callback's result, which others wait for, is not what it has received")
+@in_standing(process_group, 2)
+def test_a_callback_of_a_receive_may_block(worker: Worker) -> None:
     if worker.rank == 1:
         for tag in (1, 2):
             dist.send(torch.full((LARGE,), float(tag)), 0, tag=tag)
@@ -192,11 +171,6 @@ def receive_in_a_callback(worker: Worker) -> None:
     assert work is not None
     work.get_future().then(lambda _: dist.recv(second, 1, tag=2)).wait()
     assert second.eq(2).all()
-
-
-@not_on_devices("the callback's result, which others wait for, is not what it has received")
-def test_a_callback_of_a_receive_may_block(run_workers: RunWorkers) -> None:
-    run_in_world(run_workers, receive_in_a_callback, 2)
 
 
 # ---- who does not receive, leaves, or dies
@@ -295,15 +269,12 @@ def test_monitored_barrier_names_who_has_not_come(run_workers: RunWorkers, apart
 # ---- forming
 
 
-def form_without_limit(worker: Worker) -> None:
+@in_standing(process_group, 2)
+def test_a_timeout_of_0_is_no_limit(worker: Worker) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(0))
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=group)
     assert tensor.item() == 2
-
-
-def test_a_timeout_of_0_is_no_limit(run_workers: RunWorkers) -> None:
-    run_in_world(run_workers, form_without_limit, 2)
 
 
 def fail_to_form(*_: object) -> None:

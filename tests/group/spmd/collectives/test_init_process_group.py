@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import spmd
 from rpc.errors import GroupMismatchError
 from rpc.runtime.current import current_agent
 from spmd.collectives.errors import CollectiveError
+from spmd.collectives.one_host.local import LocalCollectives
 from tests.support.default_device import TYPE
 from tests.support.serving import in_all, in_group, in_processes
 from tests.support.streams import until
@@ -28,29 +30,22 @@ def test_worker_i_is_rank_i(worker: Worker) -> None:
     tensor = torch.tensor(worker.rank)
     dist.all_reduce(tensor)
     assert tensor.item() == 3
+    world: Any = dist.group.WORLD
+    assert isinstance(world.group.algorithms, LocalCollectives)  # they share memory
     dist.destroy_process_group()
 
 
 @in_all(2)
-def test_calls_and_collectives_go_side_by_side(worker: Worker) -> None:
-    spmd.init_process_group()
+def test_calls_and_collectives_go_side_by_side_in_one_group_after_the_other(worker: Worker) -> None:
     other = f"worker{1 - worker.rank}"
-    for step in range(20):
-        future = rpc.rpc_async(other, torch.add, args=(torch.ones(1000), step))
-        tensor = torch.full((1000,), float(step))
-        dist.all_reduce(tensor)
-        assert torch.equal(tensor, torch.full((1000,), 2.0 * step))
-        assert torch.equal(future.wait(), torch.ones(1000) + step)
-    dist.destroy_process_group()
-
-
-@in_all(2)
-def test_it_can_be_done_again(worker: Worker) -> None:
     for _ in range(3):
         spmd.init_process_group()
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        assert tensor.item() == 2
+        for step in range(7):
+            future = rpc.rpc_async(other, torch.add, args=(torch.ones(1000), step))
+            tensor = torch.full((1000,), float(step))
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor, torch.full((1000,), 2.0 * step))
+            assert torch.equal(future.wait(), torch.ones(1000) + step)
         dist.destroy_process_group()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,31 +85,6 @@ def test_distributed_data_parallel_trains_like_one_process(worker: Worker) -> No
 
 
 @ranks(2)
-def test_no_sync_puts_off_the_exchange_of_gradients(worker: Worker) -> None:
-    parallel, alone = DistributedDataParallel(model()), model()
-    (first, my_first), (second, my_second) = batches(worker, 2)
-    with parallel.no_sync():
-        torch.autograd.backward(loss_of(parallel, my_first))
-    torch.autograd.backward(loss_of(parallel, my_second))
-    for whole in (first, second):
-        torch.autograd.backward(loss_of(alone, whole))
-    for one, other in zip(parallel.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-
-
-@ranks(2)
-def test_buffers_of_batch_norm_are_those_of_rank_0(worker: Worker) -> None:
-    parallel = DistributedDataParallel(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)))
-    for _, mine in batches(worker):
-        torch.autograd.backward(loss_of(parallel, mine))
-    parallel(torch.ones(2, 6))  # a forward begins with rank 0's buffers
-    mean = parallel.module[1].running_mean.clone()
-    with torch.no_grad():
-        dist.broadcast(mean, 0)
-    torch.testing.assert_close(parallel.module[1].running_mean, mean)
-
-
-@ranks(2)
 def test_ranks_with_more_batches_than_others_join(worker: Worker) -> None:
     parallel = DistributedDataParallel(nn.Linear(6, 1, bias=False))
     with Join([parallel]):
@@ -151,27 +125,6 @@ def test_fully_shard_trains_like_one_process(worker: Worker) -> None:
     with trained_alike(sharded, worker) as alone:
         if worker.rank == 0:
             torch.testing.assert_close(whole, dict(alone.state_dict()), check_device=False)
-
-
-@pytest.mark.parametrize("in_background", [False, True])
-@ranks(2)
-def test_checkpoints_of_sharded_parameters_come_back(worker: Worker, in_background: bool) -> None:
-    sharded = model()
-    fully_shard(sharded, mesh=init_device_mesh(TYPE, (2,)))
-    saved = {"model": sharded.state_dict()}
-    before = copy.deepcopy({name: value.full_tensor() for name, value in saved["model"].items()})
-    path = str(worker.folder / "checkpoint")
-    if in_background:
-        dcp.async_save(saved, checkpoint_id=path).result()
-    else:
-        dcp.save(saved, checkpoint_id=path)
-    with torch.no_grad():
-        for parameter in sharded.parameters():
-            parameter.zero_()
-    loaded = {"model": sharded.state_dict()}
-    dcp.load(loaded, checkpoint_id=path)
-    after = {name: value.full_tensor() for name, value in loaded["model"].items()}
-    torch.testing.assert_close(after, before)
 
 
 # ---- meshes and DTensor

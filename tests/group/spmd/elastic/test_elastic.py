@@ -415,7 +415,3 @@ def test_samples_of_a_step_follow_from_its_number(seed: int) -> None:
     epoch = torch.cat([sampler.batch(step) for step in range(3)])
     assert len(epoch.unique()) == 9  # type: ignore[no-untyped-call]
     assert torch.equal(Sampler(10, 3, seed=seed).batch(1), sampler.batch(1))
-
-
-def test_finished_has_the_number_of_steps() -> None:
-    assert Finished("over", 7).step == 7

@@ -18,13 +18,9 @@ from rpc.errors import NameTakenError, RpcTimeoutError, WorkerLostError
 from spmd.elastic.errors import ElasticError, StateLostError
 from spmd.elastic.replicated.handle import Replicated, _shown
 from spmd.elastic.replicated.hosts import hosts
+from tests.group.spmd.elastic.test_elastic import init
 from tests.support.serving import in_standing_group
 from tests.support.workers import RunWorkers, Worker
-
-
-def init(worker: Worker) -> None:
-    options = rpc.AgentOptions(init_method=worker.init_method, dynamic=True)
-    rpc.init_rpc(worker.name, rpc_backend_options=options)
 
 
 class Server:

@@ -42,17 +42,6 @@ def test_ranks_that_share_a_device_decide_for_all() -> None:
     assert decide((NCCL, "a cuda:0"), (NCCL, "a cuda:1"), (NCCL, "a cuda:0")) == [NONE] * 3
 
 
-def test_no_rank_has_any() -> None:
-    assert decide((NONE, None), (NONE, "a")) == [NONE] * 2
-
-
-def test_ranks_that_come_in_any_order_are_told_the_same() -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    with ThreadPoolExecutor(3) as threads:
-        told = [threads.submit(agreed, NCCL, store, rank, 3) for rank in (2, 0, 1)]
-        assert [each.result() for each in told] == [NCCL] * 3
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_missing_ranks_are_named_after_the_timeout(rank: int) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]

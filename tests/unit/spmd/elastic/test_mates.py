@@ -48,9 +48,3 @@ def test_worker_does_not_wait_for_one_that_is_lost() -> None:
 
 def test_worker_does_not_wait_for_one_that_has_left_the_job() -> None:
     assert not mates_of(answers=False).begin_together(VIEW, 5)
-
-
-def test_worker_knows_from_the_others_whom_its_replica_has_lost() -> None:
-    mates = mates_of()
-    mates._core.missing.add(2)
-    assert mates.lost() == ["other"]

@@ -26,7 +26,6 @@ from tests.unit.spmd.collectives.ranks import Network, in_threads
 
 CALL = signature("a test")
 SUM = reduction_of(ReduceOp.SUM)
-COUNTS = (0, 1, 7, SMALL_BYTES // 8, SMALL_BYTES // 8 + 3, 40_000)
 
 
 def numbers(rank: int, count: int) -> torch.Tensor:
@@ -49,15 +48,6 @@ def test_what_is_still_being_sent_does_not_change(count: int) -> None:
 
     expected = numbers(0, count) + numbers(1, count)
     assert all(torch.equal(each, expected) for each in in_threads(2, body))
-
-
-def test_rank_that_is_alone_has_its_own_parts() -> None:
-    mine = NetworkCollectives(Network(1).channel(0), [0], 0, no_check)
-    given, scattered, exchanged = numbers(0, 5), torch.zeros(5).long(), torch.zeros(5).long()
-    mine.reduce_scatter(CALL, INFINITE, scattered, [given], SUM)
-    mine.all_to_all(CALL, INFINITE, [exchanged], [given])
-    assert torch.equal(scattered, given)
-    assert torch.equal(exchanged, given)
 
 
 @pytest.mark.parametrize("count", [1, 2, 100, 3000, 400_000])
@@ -118,68 +108,6 @@ def test_sizes_that_differ_are_an_error_before_any_tensor_is_touched(
     ]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_what_goes_in_pieces_arrives_as_a_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    send_in_short_pieces(monkeypatch)
-    network_of_ranks, count = Network(size), 40_003
-    ranks = range(size)
-
-    def body(rank: int) -> list[torch.Tensor]:
-        mine = NetworkCollectives(network_of_ranks.channel(rank), ranks, rank, no_check)
-        total, copied = numbers(rank, count), numbers(rank, count)
-        mine.all_reduce(CALL, INFINITE, total, SUM, size)
-        mine.broadcast(CALL, INFINITE, copied, 1)
-        gathered = [torch.empty(5000 + 700 * each, dtype=torch.int64) for each in ranks]
-        mine.all_gather(CALL, INFINITE, gathered, numbers(rank, 5000 + 700 * rank))
-        exchanged = [torch.empty(1000 * (rank + 1), dtype=torch.int64) for _ in ranks]
-        given = [numbers(rank, 1000 * (each + 1)) for each in ranks]
-        mine.all_to_all(CALL, INFINITE, exchanged, given)
-        scattered = torch.empty(9001, dtype=torch.int64)
-        mine.reduce_scatter(CALL, INFINITE, scattered, parts(rank), SUM)
-        return [total, copied, scattered, *gathered, *exchanged]
-
-    def parts(rank: int) -> list[torch.Tensor]:
-        return list(numbers(rank, 9001 * size).chunk(size))
-
-    total = torch.stack([numbers(rank, count) for rank in ranks]).sum(0)
-    for rank, found in enumerate(in_threads(size, body)):
-        gathered = [numbers(each, 5000 + 700 * each) for each in ranks]
-        exchanged = [numbers(each, 1000 * (rank + 1)) for each in ranks]
-        scattered = torch.stack([parts(each)[rank] for each in ranks]).sum(0)
-        wanted = [total, numbers(1, count), scattered, *gathered, *exchanged]
-        for mine, expected in zip(found, wanted, strict=True):
-            assert torch.equal(mine, expected)
-    assert network_of_ranks.is_empty()
-
-
-@pytest.mark.parametrize("count", [4, 30_000], ids=["short", "long"])
-@pytest.mark.parametrize("operation", [ReduceOp.AVG, ReduceOp.PREMUL_SUM], ids=["average", "factor"])
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_reduce_scatter_leaves_its_inputs_as_they_are(
-    size: int, in_place: bool, operation: Any, count: int
-) -> None:
-    """But for the one that is the output as well."""
-    network_of_ranks, ranks = Network(size), range(size)
-    chosen = _make_nccl_premul_sum(2.0) if operation == ReduceOp.PREMUL_SUM else operation
-    factor = 2.0 if operation == ReduceOp.PREMUL_SUM else 1 / size
-
-    def parts(rank: int) -> list[torch.Tensor]:
-        return list(numbers(rank, count * size).double().chunk(size))
-
-    def body(rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        mine = NetworkCollectives(network_of_ranks.channel(rank), ranks, rank, no_check)
-        inputs = parts(rank)
-        output = inputs[rank] if in_place else torch.empty(count, dtype=torch.float64)
-        mine.reduce_scatter(CALL, INFINITE, output, inputs, reduction_of(chosen))
-        return output, inputs
-
-    for rank, (output, inputs) in enumerate(in_threads(size, body)):
-        torch.testing.assert_close(output, torch.stack([parts(each)[rank] for each in ranks]).sum(0) * factor)
-        for place, (found, given) in enumerate(zip(inputs, parts(rank), strict=True)):
-            assert torch.equal(found, output if in_place and place == rank else given)
-
-
 def test_an_output_of_reduce_scatter_is_not_touched_where_ranks_have_called_something_else() -> None:
     network_of_ranks = Network(2)
 
@@ -224,20 +152,104 @@ class Hosts:
             local = LocalCollectives(Board(mapping, domain, place, header_bytes(len(domain)), no_check))
         return HierarchicalCollectives(self.network.channel(rank), self.domains, rank, local, no_check)
 
-    def run(self, body: Callable[[Any, int], torch.Tensor]) -> list[torch.Tensor]:
-        found = in_threads(self.size, lambda rank: body(self.collectives(rank), rank))
+    def run(self, body: Callable[[Any, int], None]) -> None:
+        in_threads(self.size, lambda rank: body(self.collectives(rank), rank))
         assert self.network.is_empty()
-        return found
 
 
+Results = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, and what they must be."""
+
+
+def all_reduce(mine: Any, rank: int, size: int, count: int) -> Results:
+    """With the same bits everywhere, also where the order of sums counts."""
+    total = numbers(rank, count)
+    mine.all_reduce(CALL, INFINITE, total, SUM)
+    inexact = torch.randn(count, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    mine.all_reduce(CALL, INFINITE, inexact, SUM)
+    others = [torch.zeros_like(inexact) for _ in range(size)]
+    mine.all_gather(CALL, INFINITE, others, inexact)
+    return [(total, sum_of(size, count)), *((each, inexact) for each in others)]
+
+
+def reduce(mine: Any, rank: int, size: int, count: int) -> Results:
+    results = []
+    for root in some_roots(size):
+        for operation, expected in (
+            (ReduceOp.AVG, sum_of(size, count).div(size).trunc().long()),
+            (ReduceOp.MAX, numbers(size - 1, count)),
+        ):
+            tensor = numbers(rank, count)
+            mine.reduce(CALL, INFINITE, tensor, reduction_of(operation), root)
+            results.append((tensor, expected if rank == root else numbers(rank, count)))
+    return results
+
+
+def broadcast(mine: Any, rank: int, size: int, count: int) -> Results:
+    results = []
+    for root in some_roots(size):
+        tensor = numbers(rank, count)
+        mine.broadcast(CALL, INFINITE, tensor, root)
+        results.append((tensor, numbers(root, count)))
+    return results
+
+
+def all_gather(mine: Any, rank: int, size: int, count: int) -> Results:
+    expected = [numbers(each, count + 700 * each) for each in range(size)]
+    outputs = [torch.zeros_like(each) for each in expected]
+    mine.all_gather(CALL, INFINITE, outputs, expected[rank])
+    return list(zip(outputs, expected, strict=True))
+
+
+def gather_and_scatter(mine: Any, rank: int, size: int, count: int) -> Results:
+    results = []
+    for root in some_roots(size):
+        expected = [numbers(each, count) for each in range(size)]
+        outputs, output = [torch.zeros_like(each) for each in expected], torch.zeros_like(expected[0])
+        mine.gather(CALL, INFINITE, outputs if rank == root else None, expected[rank], root)
+        mine.scatter(CALL, INFINITE, output, expected if rank == root else None, root)
+        results += [*(zip(outputs, expected, strict=True) if rank == root else []), (output, expected[rank])]
+    return results
+
+
+def reduce_scatter(mine: Any, rank: int, size: int, count: int) -> Results:
+    """Inputs stay as they are, but for the one that is the output as well."""
+    results = []
+    for operation, factor in ((ReduceOp.AVG, 1 / size), (_make_nccl_premul_sum(2.0), 2.0)):
+        for in_place in (False, True):
+            inputs = [numbers(rank + each, count).double() for each in range(size)]
+            kept = [each.clone() for each in inputs]
+            output = inputs[rank] if in_place else torch.zeros(count, dtype=torch.float64)
+            mine.reduce_scatter(CALL, INFINITE, output, inputs, reduction_of(operation))
+            total = torch.stack([numbers(rank + each, count) for each in range(size)]).sum(0).double()
+            results.append((output, total * factor))
+            kept[rank] = output if in_place else kept[rank]
+            results += zip(inputs, kept, strict=True)
+    return results
+
+
+def all_to_all(mine: Any, rank: int, size: int, count: int) -> Results:
+    outputs = [torch.zeros(count * (rank + 1), dtype=torch.int64) for _ in range(size)]
+    mine.all_to_all(CALL, INFINITE, outputs, [numbers(rank, count * (each + 1)) for each in range(size)])
+    return [(found, numbers(each, count * (rank + 1))) for each, found in enumerate(outputs)]
+
+
+def sum_of(size: int, count: int) -> torch.Tensor:
+    return torch.stack([numbers(each, count) for each in range(size)]).sum(0)
+
+
+def some_roots(size: int) -> list[int]:
+    return sorted({0, size // 2, size - 1})
+
+
+OPERATIONS = (all_reduce, reduce, broadcast, all_gather, gather_and_scatter, reduce_scatter, all_to_all)
 DOMAINS = pytest.mark.parametrize(
     "domains",
     [
-        [[0], [1]],
+        *([[rank] for rank in range(size)] for size in range(1, 8)),
         [[0, 1], [2, 3]],
         [[0, 2], [1, 3]],
         [[0, 3, 4], [1], [2, 5]],
-        [[0], [1], [2], [3], [4]],
         [[0, 1, 2, 3], [4, 5], [6]],
     ],
     ids=str,
@@ -245,116 +257,36 @@ DOMAINS = pytest.mark.parametrize(
 
 
 @DOMAINS
-def test_all_reduce(domains: list[list[int]]) -> None:
-    for count in COUNTS:
-        hosts = Hosts(domains)
-        total = torch.stack([numbers(rank, count) for rank in range(hosts.size)]).sum(0)
-
-        def body(mine: Any, rank: int, count: int = count) -> torch.Tensor:
-            tensor = numbers(rank, count)
-            mine.all_reduce(CALL, INFINITE, tensor, SUM)
-            return tensor
-
-        assert all(torch.equal(each, total) for each in hosts.run(body))
-
-
-@DOMAINS
-def test_all_ranks_have_the_same_bits(domains: list[list[int]]) -> None:
-    for count in (100, 50_000):
-        hosts = Hosts(domains)
-
-        def body(mine: Any, rank: int, count: int = count) -> torch.Tensor:
-            tensor = torch.randn(count, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
-            mine.all_reduce(CALL, INFINITE, tensor, SUM)
-            return tensor
-
-        first, *others = hosts.run(body)
-        assert all(torch.equal(first, each) for each in others)
-
-
-@DOMAINS
-@pytest.mark.parametrize("operation", [ReduceOp.AVG, ReduceOp.MAX])
-def test_reduce_to_each_root(domains: list[list[int]], operation: Any) -> None:
-    size = sum(map(len, domains))
-    for count in (1, 20_000):
-        every = torch.stack([numbers(rank, count) for rank in range(size)])
-        expected = every.amax(0) if operation == ReduceOp.MAX else every.sum(0).div(size).trunc().long()
-        for root in range(size):
-            hosts = Hosts(domains)
-
-            def body(mine: Any, rank: int, count: int = count, root: int = root) -> torch.Tensor:
-                tensor = numbers(rank, count)
-                mine.reduce(CALL, INFINITE, tensor, reduction_of(operation), root)
-                return tensor
-
-            found = hosts.run(body)
-            for rank, each in enumerate(found):
-                assert torch.equal(each, expected if rank == root else numbers(rank, count))
-
-
-@DOMAINS
-@pytest.mark.parametrize("chained_bytes", [schedules.CHAINED_BYTES, 20_000], ids=["", "chain"])
-def test_broadcast_from_each_root(
-    domains: list[list[int]], chained_bytes: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pieces", ["long", "short"])
+def test_operations_in_any_order_are_right(
+    domains: list[list[int]], pieces: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedules, "CHAINED_BYTES", chained_bytes)
-    for count in COUNTS:
-        for root in range(sum(map(len, domains))):
-            hosts = Hosts(domains)
+    counts = [0, 1, SMALL_BYTES // 8, SMALL_BYTES // 8 + 3]
+    if pieces == "short":
+        send_in_short_pieces(monkeypatch)
+        monkeypatch.setattr(schedules, "CHAINED_BYTES", 20_000)
+        counts = [20_003]
+    hosts = Hosts(domains)
+    calls = [(each, count) for each in OPERATIONS for count in counts]
+    random.Random(len(domains)).shuffle(calls)
 
-            def body(mine: Any, rank: int, count: int = count, root: int = root) -> torch.Tensor:
-                tensor = numbers(rank, count)
-                mine.broadcast(CALL, INFINITE, tensor, root)
-                return tensor
+    def body(mine: Any, rank: int) -> None:
+        for operation, count in calls:
+            for found, expected in operation(mine, rank, hosts.size, count):
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
-            assert all(torch.equal(each, numbers(root, count)) for each in hosts.run(body))
-
-
-def weighted(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([part * (place + 1) for place, part in enumerate(parts)]).sum(0)
+    hosts.run(body)
 
 
 @DOMAINS
-def test_one_after_the_other_in_any_order(domains: list[list[int]]) -> None:
+def test_nobody_is_through_a_barrier_before_all_have_begun(domains: list[list[int]]) -> None:
     hosts = Hosts(domains)
-    chance = random.Random(len(domains))
-    names = chance.choices(["all_reduce", "broadcast", "all_gather", "all_to_all", "barrier"], k=12)
+    begun: list[int] = []
 
-    def body(mine: Any, rank: int) -> torch.Tensor:
-        tensor = numbers(rank, 9000)
-        for step, name in enumerate(names):
-            if name == "all_reduce":
-                mine.all_reduce(CALL, INFINITE, tensor, SUM)
-            elif name == "broadcast":
-                mine.broadcast(CALL, INFINITE, tensor, step % hosts.size)
-            elif name == "all_gather":
-                parts = [torch.empty_like(tensor) for _ in range(hosts.size)]
-                mine.all_gather(CALL, INFINITE, parts, tensor)
-                tensor = weighted(parts)
-            elif name == "all_to_all":
-                parts = [torch.empty(9000, dtype=torch.int64) for _ in range(hosts.size)]
-                given = [tensor + 10 * rank + other for other in range(hosts.size)]
-                mine.all_to_all(CALL, INFINITE, parts, given)
-                tensor = torch.stack(parts).sum(0)
-            else:
-                mine.barrier(CALL, INFINITE)
-            tensor = tensor % 1013
-        return tensor
+    def body(mine: Any, rank: int) -> None:
+        for barriers in range(1, 20):
+            begun.append(rank)
+            mine.barrier(CALL, INFINITE)
+            assert len(begun) >= barriers * hosts.size
 
-    found = hosts.run(body)
-    state = [numbers(rank, 9000) for rank in range(hosts.size)]
-    for step, name in enumerate(names):
-        if name == "all_reduce":
-            state = [torch.stack(state).sum(0)] * hosts.size
-        elif name == "broadcast":
-            state = [state[step % hosts.size]] * hosts.size
-        elif name == "all_gather":
-            state = [weighted(state)] * hosts.size
-        elif name == "all_to_all":
-            state = [
-                torch.stack([each + 10 * source + rank for source, each in enumerate(state)]).sum(0)
-                for rank in range(hosts.size)
-            ]
-        state = [each % 1013 for each in state]
-    for each, expected in zip(found, state, strict=True):
-        assert torch.equal(each, expected)
+    hosts.run(body)

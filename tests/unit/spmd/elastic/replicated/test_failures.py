@@ -69,41 +69,6 @@ def add(number: int) -> Call:
     return Call(9, number, number, "add")
 
 
-def test_calls_are_taken_once_all_wanted_copies_have_the_state(primary: Copy) -> None:
-    steps = primary.settle()
-    assert isinstance(next(steps)[2], Install)
-    assert not primary.is_ready
-    assert steps.send({2: Done((0, 0))}) == {2: Apply(2, (1, 1), None)}
-    assert not primary.is_ready
-    with pytest.raises(StopIteration):
-        steps.send({2: Done((1, 1))})
-    assert primary.is_ready
-
-
-def test_no_calls_are_taken_if_a_newcomer_dies_before_it_has_the_state(primary: Copy) -> None:
-    steps = primary.settle()
-    assert isinstance(next(steps)[2], Install)
-    primary.gone.add(2)
-    with pytest.raises(StopIteration):
-        steps.send({2: None})
-    assert not primary.is_ready
-
-
-def test_newcomer_that_takes_over_knows_that_calls_were_taken(primary: Copy) -> None:
-    add_backup(primary)
-    primary.gone.add(2)
-    with pytest.raises(StopIteration):
-        next(primary.settle())
-    primary.candidate = 3
-    message = next(primary.settle())[3]
-    newcomer = Copy(3, Counter(), 2)
-    newcomer.receive(1, 1, message)
-    newcomer.gone.add(1)
-    assert newcomer.may_take_over()
-    newcomer.take_over()
-    assert newcomer.is_ready
-
-
 def test_candidate_is_added_before_the_next_call(primary: Copy) -> None:
     add_backup(primary)
     primary.gone.add(2)
