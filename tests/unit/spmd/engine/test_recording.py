@@ -34,7 +34,7 @@ from spmd.engine.driver import current
 from spmd.engine.driver.blocks import cut, holders, put_together
 from spmd.engine.driver.recorder import LIMIT
 from spmd.engine.driver.session import Session
-from spmd.engine.errors import NotInSpmdModeError, OperationError, SpmdError
+from spmd.engine.errors import OperationError, SpmdError
 from spmd.engine.program.metas import Spec, infer
 from spmd.engine.program.program import REPLICATED, Layout, MeshKey
 from spmd.engine.program.repetition import Repetition
@@ -175,19 +175,6 @@ def test_what_was_freed_goes_before_more_is_made(both: tuple[Session, InlinePort
     assert gradient.tolist() == [3, 6]
 
 
-def test_the_default_dtype_is_that_of_the_driver(both: tuple[Session, InlinePort]) -> None:
-    before = torch.zeros(1, device=current.DEVICE)
-    torch.set_default_dtype(torch.float64)
-    try:
-        made = torch.zeros(1, device=current.DEVICE)
-        divided = torch.arange(3, device=current.DEVICE) / 2
-    finally:
-        torch.set_default_dtype(torch.float32)
-    after = torch.zeros(1, device=current.DEVICE)
-    dtypes = [each.cpu().dtype for each in (before, made, divided, after)]
-    assert dtypes == [torch.float32, torch.float64, torch.float64, torch.float32]
-
-
 def test_constants_of_different_kinds_are_not_taken_for_each_other(both: tuple[Session, InlinePort]) -> None:
     made = [torch.full((1,), each, device=current.DEVICE) for each in (True, 1, 1.0, 1 + 0j)]
     assert [each.dtype for each in made] == [torch.bool, torch.int64, torch.float32, torch.complex64]
@@ -206,19 +193,6 @@ def test_uploads_are_copies(both: tuple[Session, InlinePort]) -> None:
     x = given.to(current.DEVICE)
     given.zero_()
     assert (x + 0).tolist() == [1, 1]
-
-
-def test_an_error_names_the_users_line_and_loses_what_depends_on_it(both: tuple[Session, InlinePort]) -> None:
-    session, _ = both
-    x, wrong = there(1, 2), torch.tensor([5]).to(current.DEVICE)
-    found = x.index_select(0, wrong)
-    with pytest.raises(OperationError, match=r"index_select\(int64\[2\], 0, int64\[1\]\)") as raised:
-        session.sync()
-    assert raised.value.where.endswith("loses_what_depends_on_it")
-    with pytest.raises(OperationError, match="never computed"):
-        found + 1
-    assert (x + 1).tolist() == [2, 3]
-    session.sync()
 
 
 def test_what_does_not_depend_on_a_failure_is_computed(both: tuple[Session, InlinePort]) -> None:
@@ -338,13 +312,6 @@ def test_errors_in_shapes_are_raised_at_once(both: tuple[Session, InlinePort]) -
         torch.ones(2, dtype=torch.int64, device=current.DEVICE).add_(0.5)
     with pytest.raises(RuntimeError):
         torch.ones(2, device=current.DEVICE).add_(torch.ones(3, 2, device=current.DEVICE))
-
-
-def test_the_device_is_nothing_without_a_session() -> None:
-    with inline_session():
-        x = there(1)
-    with pytest.raises(NotInSpmdModeError):
-        x + 1
 
 
 def test_threads_take_turns(both: tuple[Session, InlinePort]) -> None:
