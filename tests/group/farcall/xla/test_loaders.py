@@ -21,16 +21,6 @@ def spec(*axes: Any, **options: Any) -> Any:
 
 
 @driven
-def test_a_loader_of_the_program_needs_no_length() -> None:
-    x = theirs()
-    batches = iter([torch.randn(16, 8)])
-    loader = iter(x.pl.MpDeviceLoader(batches, x.torch_xla.device(), input_sharding=spec("data", None)))
-    assert said(next(loader)) == ROWS
-    with pytest.raises(StopIteration):
-        next(loader)
-
-
-@driven
 def test_data_is_sent_with_a_spec() -> None:
     x = theirs()
     whole, sharding = torch.arange(16.0).reshape(1, 16), x.xs.ShardingSpec(mesh_of(1, WORKERS), (0, 1))

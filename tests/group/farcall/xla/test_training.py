@@ -50,33 +50,6 @@ def test_layers_are_wrapped_to_compute_their_activations_again() -> None:
 
 
 @driven
-def test_data_and_weights_lie_on_hybrid_meshes() -> None:
-    x = theirs()
-    rows = x.xs.HybridMesh(ici_mesh_shape=(WORKERS, 1), dcn_mesh_shape=(1, 1), axis_names=("data", "tensor"))
-    mesh = x.xs.HybridMesh(
-        ici_mesh_shape=[1, WORKERS, 1], dcn_mesh_shape=[1, 1, 1], axis_names=("data", "fsdp", "tensor")
-    )
-    alone = SimpleLinear()
-    model: Any = copy.deepcopy(alone).to(x.xm.xla_device())
-    for layer in (model.fc1, model.fc2):
-        x.xs.mark_sharding(layer.weight, mesh, (2, 1))
-    assert said(model.fc1.weight) == f"{{devices=[1,4]{IN_ORDER}}}"
-
-    data = torch.randn(16, 128)
-    spec = x.xs.ShardingSpec(rows, (0, 1))
-    (there,) = x.xm.send_cpu_data_to_device(data, x.xm.xla_device(), input_sharding=spec)
-    for each, given in ((alone, data), (model, there)):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            torch.autograd.backward(each(given).square().mean())
-            optimizer.step()
-    x.xm.mark_step()
-    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach().cpu(), its.detach(), rtol=1e-5, atol=1e-5)
-
-
-@driven
 def test_what_torch_compile_gives_computes_the_same() -> None:
     x = theirs()
     model: Any = SimpleLinear().to("xla").eval()
