@@ -124,6 +124,16 @@ def test_another_cut_of_data_must_be_cleared_first() -> None:
 
 
 @driven
+def test_what_is_computed_may_be_marked_anew() -> None:
+    whole = torch.randn(4, 4)
+    t = on_device(whole) + 1
+    spmd.mark_sharding(t, mesh(WORKERS), (0, None))
+    spmd.mark_sharding(t, mesh(WORKERS), (None, 0))
+    assert said(t) == f"{{devices=[1,4]{IN_ORDER}}}"
+    assert t.cpu().equal(whole + 1)
+
+
+@driven
 def test_specs_that_do_not_fit_are_refused() -> None:
     t = on_device(torch.randn(4, 4))
     with pytest.raises(

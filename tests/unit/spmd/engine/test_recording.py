@@ -175,6 +175,19 @@ def test_what_was_freed_goes_before_more_is_made(both: tuple[Session, InlinePort
     assert gradient.tolist() == [3, 6]
 
 
+def test_the_default_dtype_is_that_of_the_driver(both: tuple[Session, InlinePort]) -> None:
+    before = torch.zeros(1, device=current.DEVICE)
+    torch.set_default_dtype(torch.float64)
+    try:
+        made = torch.zeros(1, device=current.DEVICE)
+        divided = torch.arange(3, device=current.DEVICE) / 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+    after = torch.zeros(1, device=current.DEVICE)
+    dtypes = [each.cpu().dtype for each in (before, made, divided, after)]
+    assert dtypes == [torch.float32, torch.float64, torch.float64, torch.float32]
+
+
 def test_constants_of_different_kinds_are_not_taken_for_each_other(both: tuple[Session, InlinePort]) -> None:
     made = [torch.full((1,), each, device=current.DEVICE) for each in (True, 1, 1.0, 1 + 0j)]
     assert [each.dtype for each in made] == [torch.bool, torch.int64, torch.float32, torch.complex64]
