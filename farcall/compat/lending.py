@@ -56,7 +56,7 @@ _LENT: Final[dict[str, str | None]] = {
     "torch_xla.distributed.spmd.xla_sharding": f"{_OURS}.sharding",
     "torch_xla.distributed.xla_backend": f"{_OURS}.process_group",
     "torch_xla.distributed.xla_multiprocessing": f"{_OURS}.launching",
-    "torch_xla.experimental": f"{_OURS}.experimental",
+    "torch_xla.experimental": f"{_OURS}.eager",
     "torch_xla.experimental.custom_kernel": None,
     "torch_xla.experimental.distributed_checkpoint": "spmd.checkpoint",
     "torch_xla.experimental.distributed_checkpoint._helpers": f"{_OURS}.checkpoint_helpers",

@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["attributes", "count", "known_count"]
+from rpc.runtime.current import current_agent
+from spmd.engine.driver.start import worker_names
 
-
-def known_count() -> int | None:
-    """Return the number of workers; None without SPMD mode."""
-    from spmd.engine.driver.start import global_device_count, is_spmd
-
-    return global_device_count() if is_spmd() else None
-
-
-def count() -> int:
-    """Return the number of workers.
-
-    Raises:
-        NotInSpmdModeError: :func:`spmd.use_spmd` was not called.
-    """
-    from spmd.engine.driver.start import global_device_count
-
-    return global_device_count()
+__all__ = ["attributes"]
 
 
 def attributes() -> list[dict[str, Any]]:
@@ -31,9 +16,6 @@ def attributes() -> list[dict[str, Any]]:
     Raises:
         NotInSpmdModeError: :func:`spmd.use_spmd` was not called.
     """
-    from rpc.runtime.current import current_agent
-    from spmd.engine.driver.start import worker_names
-
     names = worker_names()
     agent: Any = current_agent()
     hosts = [agent.group.peers.find(name).member.host for name in names]

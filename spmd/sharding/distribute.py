@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from spmd.engine import api as engine
 from spmd.engine.driver.start import device
-from spmd.engine.program.program import Layout
-from spmd.sharding.marks import is_marked, mark_of, mark_sharding, op_sharding, remember
+from spmd.sharding.marks import LaidOut, is_marked, mark_of, mark_sharding, op_sharding, remember
 from spmd.sharding.mesh import Mesh, check_mesh
 from spmd.sharding.op_sharding import ShardingType
 from spmd.sharding.partition_spec import PartitionSpec
@@ -170,7 +168,8 @@ def redistribute(
             f"the mesh has {len(mesh.mesh_shape)} dimensions, and there are {len(placements)} placements"
         )
     spec = partition_spec_of(t.dim(), placements)
-    moved: Tensor = _LaidOut.apply(t, mesh.layout(spec, tuple(t.shape)))  # type: ignore[no-untyped-call]
+    layout, before = mesh.layout(spec, tuple(t.shape)), engine.value_layout(t)
+    moved: Tensor = LaidOut.apply(t, layout, before)  # type: ignore[no-untyped-call]
     return remember(moved, mesh, spec)
 
 
@@ -182,17 +181,3 @@ def _mesh_under(t: Tensor) -> Mesh:
     if key is None:
         raise ValueError("a replicated tensor is on no mesh: say on which it is to be cut")
     return Mesh(key.devices, key.shape)
-
-
-class _LaidOut(torch.autograd.Function):
-    """A tensor with the same value and another layout; its gradient is returned in the old one."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, layout: Layout) -> Tensor:
-        ctx.before = engine.value_layout(t)
-        return engine.redistributed(t, layout)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        return engine.redistributed(gradient, ctx.before), None

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from spmd.engine import api as engine
 from spmd.engine.driver.logical_tensor import alias_of, know_gradient
-from spmd.engine.program.program import REPLICATED
+from spmd.engine.program.program import REPLICATED, Layout
 from spmd.sharding.mesh import Mesh, check_mesh
 from spmd.sharding.op_sharding import MANUAL, OpSharding, ShardingType
 from spmd.sharding.partition_spec import PartitionSpec, check_length
 
 __all__ = [
+    "LaidOut",
     "Mark",
     "ShardingSpec",
     "annotate_custom_sharding",
@@ -92,20 +93,23 @@ def mark_sharding_with_gradients(t: Tensor, mesh: Mesh, partition_spec: Partitio
     Arguments and errors are those of :func:`mark_sharding`; ``t`` itself is not changed.
     """
     _checked(t, mesh, partition_spec)
-    marked: Tensor = _Marked.apply(t, mesh, tuple(partition_spec))  # type: ignore[no-untyped-call]
+    layout = mesh.layout(tuple(partition_spec), t.shape)
+    marked: Tensor = LaidOut.apply(t, layout, layout)  # type: ignore[no-untyped-call]
     return remember(marked, mesh, tuple(partition_spec))
 
 
-class _Marked(torch.autograd.Function):
+class LaidOut(torch.autograd.Function):
+    """A tensor with the same value and another layout; its gradient is returned in the layout ``back``."""
+
     @staticmethod
-    def forward(ctx: Any, t: Tensor, mesh: Mesh, spec: PartitionSpec) -> Tensor:
-        ctx.mesh, ctx.spec = mesh, spec
-        return engine.redistributed(t, mesh.layout(spec, t.shape))
+    def forward(ctx: Any, t: Tensor, layout: Layout, back: Layout) -> Tensor:
+        ctx.back = back
+        return engine.redistributed(t, layout)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
-        return engine.redistributed(gradient, ctx.mesh.layout(ctx.spec, gradient.shape)), None, None
+        return engine.redistributed(gradient, ctx.back), None, None
 
 
 def clear_sharding(t: Tensor) -> Tensor:

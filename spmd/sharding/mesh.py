@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spmd.engine.driver.start import global_device_count, is_spmd
 from spmd.engine.program.program import Layout
-from spmd.sharding.devices import count, known_count
 from spmd.sharding.op_sharding import WHOLE, OpSharding, layout_of
 from spmd.sharding.partition_spec import PartitionSpec, resolve
 
@@ -72,8 +72,7 @@ class Mesh:
             raise AssertionError(f"Device IDs must be unique, got: {ids.tolist()}")
         if any(not 0 <= each < size for each in ids.ravel()):
             raise AssertionError(f"Device IDs must be less than mesh size ({size}), got: {ids.tolist()}")
-        workers = known_count()
-        if workers not in (None, size):
+        if is_spmd() and (workers := global_device_count()) != size:
             raise AssertionError(
                 f"Number of device IDs ({size}) must match the global number of devices ({workers})"
             )
@@ -193,5 +192,5 @@ def get_1d_mesh(axis_name: str | None = None) -> Mesh:
         >>> get_1d_mesh("data").shape()
         OrderedDict({'data': 4})
     """
-    workers = count()
+    workers = global_device_count()
     return Mesh(range(workers), (workers,), None if axis_name is None else (axis_name,))

@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from spmd.engine.program.layouts import chunks
 from spmd.engine.program.program import REPLICATED, Layout, MeshKey
 
 __all__ = ["MANUAL", "WHOLE", "OpSharding", "ShardingType", "layout_of"]
@@ -217,10 +218,5 @@ def _cuts_agree(size: int, parts: Sequence[int]) -> bool:
         return True
     pieces = [size]
     for count in parts:
-        pieces = [cut for piece in pieces for cut in _pieces(piece, count)]
-    return pieces == _pieces(size, math.prod(parts))
-
-
-def _pieces(size: int, count: int) -> list[int]:
-    full = -(-size // count)
-    return [max(0, min(full, size - index * full)) for index in range(count)]
+        pieces = [cut for piece in pieces for cut in chunks(piece, count)]
+    return pieces == chunks(size, math.prod(parts))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from spmd.sharding.devices import count
+from spmd.engine.driver.start import global_device_count
 from spmd.sharding.op_sharding import OpSharding
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def visualize_sharding(
         the table.
 
     Raises:
-        ValueError: ``rich`` is not installed, or ``sharding`` is empty or none.
+        ValueError: ``sharding`` is empty or none.
 
     Example::
 
@@ -49,15 +49,12 @@ def visualize_sharding(
         │ CPU 0 │ CPU 1 │
         ...
     """
-    try:
-        from rich import box
-        from rich.align import Align
-        from rich.console import Console
-        from rich.padding import Padding
-        from rich.style import Style
-        from rich.table import Table
-    except ImportError:
-        raise ValueError("visualize_sharding requires rich to be installed: pip install rich") from None
+    from rich import box
+    from rich.align import Align
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.style import Style
+    from rich.table import Table
 
     cells = _cells(OpSharding.parse(sharding))
     console = Console(width=max_width)
@@ -96,7 +93,7 @@ def visualize_tensor_sharding(t: Tensor, **options: Any) -> Table:
 def _cells(sharding: OpSharding) -> list[list[str]]:
     """Return the text of each cell, row by row."""
     if not sharding.tiles:
-        return [[f"CPU {list(range(count()))}"]]
+        return [[f"CPU {list(range(global_device_count()))}"]]
     if any(count > 1 for count in sharding.tiles[2:]):
         raise ValueError(f"a table shows the first two dimensions of a tensor, and {sharding} cuts others")
     rows, columns = (*sharding.tiles, 1)[:2]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,10 +38,6 @@ __all__ += ["Reshard", "begin_reshard", "check_dim", "check_layout", "same"]
 
 Finish: TypeAlias = Callable[[], Tensor]
 """Waits for an operation that was started and returns its result."""
-
-# Their names since 2.13, and before.
-_all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @functools.cache
@@ -186,7 +182,8 @@ def _begin_all_gather(local: Tensor, dim: int, size: int, site: Site) -> Finish:
     part = _padded(local, dim, -(-size // site.size)).contiguous()
     parts = part.new_empty((site.size, *part.shape))
     note(site, "all_gather", parts)
-    work = _all_gather(parts.flatten(0, 1) if part.ndim else parts, part, group=site.group, async_op=True)
+    into = parts.flatten(0, 1) if part.ndim else parts
+    work = dist.all_gather_single(into, part, group=site.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -200,7 +197,7 @@ def _begin_reduce_scatter(local: Tensor, dim: int, size: int, site: Site) -> Fin
     parts = _cut(_padded(local, dim, full * site.size), dim, site.size)
     part = parts.new_empty(parts.shape[1:])
     note(site, "reduce_scatter", parts)
-    work = _reduce_scatter(part, parts.flatten(0, 1), group=site.group, async_op=True)
+    work = dist.reduce_scatter_single(part, parts.flatten(0, 1), group=site.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()

@@ -6,7 +6,6 @@ Each is a function of a device that returns tensors and numbers.
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -128,23 +127,6 @@ def complex_numbers(device: torch.device) -> Any:
 
 
 @case
-def views_changed_in_place(device: torch.device) -> Any:
-    x = torch.zeros(4, 6, device=device)
-    x[0].fill_(5)
-    x[:, 1].add_(1)
-    x.t()[2] += 3
-    x.view(2, 12)[1, ::5] = 7
-    first, second = torch.split(x, 2)
-    second.mul_(2)
-    x[1:3, 2:4] = torch.ones(2, 2, device=device)
-    x.diagonal().sub_(1)
-    x.unfold(1, 2, 3)[0].add_(100)
-    y = x.unsqueeze(0).transpose(1, 2)
-    y[0, 3] = -1
-    return x, first, second, y, x.chunk(3, 1)[1], x.unbind(1)[5]
-
-
-@case
 def views_reshaped_in_place(device: torch.device) -> Any:
     x = torch.arange(20.0, device=device).view(4, 5)
     y = x[1]
@@ -200,40 +182,12 @@ def draws_in_the_order_of_memory(device: torch.device) -> Any:
 
 
 @case
-def results_of_unknown_shape_written(device: torch.device) -> Any:
-    x = torch.tensor([3.0, -1.0, 2.0], device=device)
-    kept, places = torch.empty(0, device=device), torch.empty(0, dtype=torch.int64, device=device)
-    torch.masked_select(x, x > 0, out=kept)
-    torch.nonzero(x, out=places)
-    return kept, places, torch.as_strided_copy(x[1:], (2,), (1,), 0)
-
-
-@case
-def lists_changed_in_place(device: torch.device) -> Any:
-    x, y = torch.ones(2, device=device), torch.ones(2, device=device)
-    torch._foreach_add_([x, y, x], [1.0, 2.0, 3.0])
-    torch._foreach_mul_([x, x], [y, x])
-    return x, y
-
-
-@case
 def reshaped_in_place(device: torch.device) -> Any:
     x = torch.arange(6.0, device=device).reshape(2, 3)
     x.t_()
     x.add_(1)
     x.unsqueeze_(0)
     return x, x.squeeze_()
-
-
-@case
-def out_arguments(device: torch.device) -> Any:
-    x, out = torch.arange(4.0, device=device), torch.empty(4, device=device)
-    torch.add(x, 1, out=out)
-    values, indices = torch.empty(1, device=device), torch.empty(1, dtype=torch.int64, device=device)
-    torch.max(x[None], 1, out=(values, indices))
-    empty = torch.empty(0, device=device)
-    torch.mul(x, 3, out=empty)
-    return out, values, indices, empty
 
 
 @case
@@ -247,16 +201,6 @@ def lazy_modules(device: torch.device) -> Any:
     parameters = list(model.parameters()) + list(lazy.parameters())
     assert all(type(each) is not Tensor and each.is_leaf for each in parameters)
     return y, parameters, [each.grad for each in parameters], list(model.buffers())
-
-
-@case
-def resized(device: torch.device) -> Any:
-    x = torch.arange(6.0, device=device).reshape(2, 3).t().clone()
-    x.resize_(2, 2).mul_(2)
-    y = torch.zeros(2, device=device).resize_as_(x)
-    y.fill_(1)
-    z = torch.arange(3, device=device).resize_(5)
-    return x, y, z[:3], z.shape
 
 
 @case
@@ -309,18 +253,6 @@ def writes_by_index(device: torch.device) -> Any:
 
 
 @case
-def data_assigned(device: torch.device) -> Any:
-    p = nn.Parameter(torch.ones(3, device=device))
-    shared = p.detach()
-    p.data.mul_(3)
-    before = shared.clone()
-    p.data = torch.arange(3.0, device=device)
-    p.data += 1
-    torch.autograd.backward((p * p).sum())
-    return p, p.grad, before, shared
-
-
-@case
 def copies(device: torch.device) -> Any:
     layer = nn.Linear(2, 2)
     nn.init.ones_(layer.weight)
@@ -330,18 +262,6 @@ def copies(device: torch.device) -> Any:
     with torch.no_grad():
         moved.weight.add_(1)
     return copied.weight, moved.weight, copied(torch.ones(1, 2, device=device))
-
-
-@case
-def saved_and_loaded(device: torch.device) -> Any:
-    torch.manual_seed(0)
-    layer = nn.Linear(3, 2).to(device)
-    buffer = io.BytesIO()
-    torch.save(layer.state_dict(), buffer)
-    buffer.seek(0)
-    other = nn.Linear(3, 2).to(device)
-    other.load_state_dict(torch.load(buffer, weights_only=False))
-    return other.weight, other.bias
 
 
 @case
@@ -366,17 +286,6 @@ def gradients(device: torch.device) -> Any:
     torch.autograd.backward(y, retain_graph=True)
     (twice,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
     return x.grad, torch.autograd.grad(twice.sum(), x)[0], y
-
-
-@case
-def gradients_of_views_changed_in_place(device: torch.device) -> Any:
-    w = torch.ones(3, 4, device=device, requires_grad=True)
-    x = w * 2
-    x[0].mul_(5)
-    x[:, 1] = 0
-    x.t()[2].copy_(w[:, 0])
-    torch.autograd.backward((x**2).sum())
-    return w.grad
 
 
 @case

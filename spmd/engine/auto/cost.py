@@ -24,6 +24,7 @@ from spmd.engine.program.program import (
     Program,
     Ref,
     Scalar,
+    read_by,
 )
 from spmd.engine.worker.interpreter import resolve
 
@@ -86,7 +87,7 @@ class Costs:
         self._metas: list[Meta | None] = list(program.inputs)
         self._steps: list[_Step] = []
         for each in program.instructions:
-            self._steps.append(_Step(each, tuple(_refs((each.args, each.kwargs)))))
+            self._steps.append(_Step(each, tuple(read_by((each.args, each.kwargs)))))
             self._metas += each.results
         self._layouts: list[Layout] = []
         self._numbers: dict[Layout, int] = {}
@@ -200,14 +201,6 @@ class _Step:
     def __init__(self, instruction: Instruction, refs: tuple[int, ...]) -> None:
         self.instruction, self.refs = instruction, refs
         self.known: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...], int]] = {}
-
-
-def _refs(tree: Any) -> Iterator[int]:
-    if isinstance(tree, Ref):
-        yield tree.index
-    elif isinstance(tree, tuple):
-        for each in tree:
-            yield from _refs(each)
 
 
 def _filled(tree: Any, metas: Iterator[Meta]) -> Any:

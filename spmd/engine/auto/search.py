@@ -1,8 +1,8 @@
 """Finds layouts of a program's inputs with the lowest cost.
 
 If there are few combinations, all are tried. Otherwise descent starts at several plans (all replicated, the
-batch sharded, all sharded along their largest dimension, and the caller's), and changes all inputs of one
-shape at a time, then one input, then two, as long as that is cheaper. It ends after a number of evaluations,
+batch sharded, all sharded along their largest dimension), and changes all inputs of one shape at a time,
+then one input, then two, as long as that is cheaper. It ends after a number of evaluations,
 fewer for longer programs, and not after a time, so that its result is deterministic.
 """
 
@@ -88,8 +88,6 @@ def choose_layouts(
     mesh: MeshKey,
     fixed: Mapping[int, Layout] | None = None,
     updates: Mapping[int, int] | None = None,
-    starts: Sequence[Sequence[Layout]] = (),
-    limit: int | None = None,
 ) -> Chosen:
     """Return the cheapest layouts that are found for a program's inputs.
 
@@ -98,16 +96,12 @@ def choose_layouts(
         mesh: mesh of all workers.
         fixed: inputs, by number, whose layouts the user has specified.
         updates: see :func:`spmd.engine.auto.cost.cost_of`.
-        starts: plans to begin with, besides those above. None of them is cheaper than the result.
-        limit: maximum number of evaluations; default: as many as take a few seconds.
 
     Example::
 
         choose_layouts(program, MeshKey((0, 1, 2, 3), (4,))).layouts
     """
-    if limit is None:
-        limit = max(_EVALUATIONS[0], min(_EVALUATIONS[1], _WORK // max(len(program.instructions), 1)))
-    return _Search(program, mesh, fixed or {}, updates or {}, limit).run(starts)
+    return _Search(program, mesh, fixed or {}, updates or {}).run()
 
 
 class _Search:
@@ -117,10 +111,11 @@ class _Search:
         mesh: MeshKey,
         fixed: Mapping[int, Layout],
         updates: Mapping[int, int],
-        limit: int,
     ) -> None:
         self._shapes = [meta.shape for meta in program.inputs]
-        self._updates, self._limit = updates, limit
+        self._updates = updates
+        fewest, most = _EVALUATIONS
+        self._limit = max(fewest, min(most, _WORK // max(len(program.instructions), 1)))
         self._costs = Costs(program, updates)
         self._choices = [
             [
@@ -136,14 +131,13 @@ class _Search:
             alike.setdefault((program.inputs[place].shape, place in updates), []).append(place)
         self._alike = [tuple(each) for each in alike.values() if len(each) > 1]
 
-    def run(self, starts: Sequence[Sequence[Layout]]) -> Chosen:
+    def run(self) -> Chosen:
         whole = tuple(each[0] for each in self._choices)
         if math.prod(len(each) for each in self._choices) <= min(_ALL, self._limit):
             for plan in itertools.product(*self._choices):
                 self._cost(plan)
         else:
-            given = [tuple(map(self._costs.number, each)) for each in starts]
-            plans = list(dict.fromkeys([whole, self._batch_cut(), self._largest_cut(), *given]))
+            plans = list(dict.fromkeys([whole, self._batch_cut(), self._largest_cut()]))
             plans.sort(key=lambda plan: self._cost(plan).total)
             for place, plan in enumerate(plans):
                 budget = (self._limit - len(self._known)) // (len(plans) - place)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from spmd.engine.driver import operators
 from spmd.engine.driver.aliases import Alias, base_of, read, refuse_repeated, steps_of_view, write
 from spmd.engine.driver.current import engine
 from spmd.engine.driver.generator import draw, of_device
@@ -30,6 +29,7 @@ from spmd.engine.driver.one_rank import collective
 from spmd.engine.driver.operation import Operation
 from spmd.engine.driver.recorder import Recorder
 from spmd.engine.program.metas import Spec, infer
+from spmd.engine.rules.catalog import decomposition
 from spmd.torch_internals import (
     DataDependentOutputException,
     DispatchKey,
@@ -88,7 +88,7 @@ def dispatch(
 def _first_seen(operator: Any) -> Operation:
     """Decide how an operator is recorded, when it is first used."""
     operation = Operation.of(operator)
-    operation.handler = operators.decompose(operator) or HANDLERS.get(operator)
+    operation.handler = decomposition(operator) or HANDLERS.get(operator)
     if operator.namespace == "c10d":
         operation.handler = collective(operator)
     if operation.handler is None and is_composite(operation.name):

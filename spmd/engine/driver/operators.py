@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -30,7 +30,6 @@ from spmd.engine.rules.catalog import (
     OperatorCall,
     Row,
     choose,
-    decomposition,
     is_list_operator,
     is_random,
     is_view,
@@ -41,7 +40,7 @@ from spmd.engine.rules.catalog import (
 )
 from spmd.torch_internals import DTensorSpec, OpSchema, StridedShard, TensorMeta, dtensor_operators
 
-__all__ = ["Propagated", "decompose", "propagate"]
+__all__ = ["Propagated", "propagate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +60,6 @@ class Propagated:
 
 class _NoRuleError(Exception):
     """The tensors must be replicated."""
-
-
-def decompose(op: Any) -> Callable[..., Any] | None:
-    """Return a composition of other operators, for an operator that is better recorded so.
-
-    Args:
-        op: an ``OpOverload``.
-    """
-    return decomposition(op)
 
 
 def propagate(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Propagated:

@@ -7,10 +7,10 @@ the program which values are invalid then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
-from spmd.engine.program.program import Program, Ref
+from spmd.engine.program.program import Program, read_by
 
 __all__ = ["poisoned"]
 
@@ -36,7 +36,7 @@ def poisoned(
     following = len(program.inputs)
     for number, instruction in enumerate(program.instructions):
         reason = next(
-            (values[each] for each in _read((instruction.args, instruction.kwargs)) if each in values), None
+            (values[each] for each in read_by((instruction.args, instruction.kwargs)) if each in values), None
         )
         if reason is None and number in failed:
             reason = news[number] = failed[number]
@@ -45,11 +45,3 @@ def poisoned(
         if reason is not None:
             values.update(dict.fromkeys(results, reason))
     return values, news
-
-
-def _read(tree: object) -> Iterator[int]:
-    if isinstance(tree, Ref):
-        yield tree.index
-    elif isinstance(tree, (list, tuple)):
-        for each in tree:
-            yield from _read(each)

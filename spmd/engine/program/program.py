@@ -11,6 +11,7 @@ two steps of a training loop are one program, which is sent once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ __all__ = [
     "Program",
     "Ref",
     "Scalar",
+    "read_by",
 ]
 
 REDISTRIBUTE: Final = "spmd::redistribute"
@@ -127,6 +129,15 @@ class Ref:
     """A value of a program, in the arguments of an instruction: inputs come first, then results in order."""
 
     index: int
+
+
+def read_by(arguments: object) -> Iterator[int]:
+    """The values that arguments of an instruction refer to, in order."""
+    if isinstance(arguments, Ref):
+        yield arguments.index
+    elif isinstance(arguments, (list, tuple)):
+        for each in arguments:
+            yield from read_by(each)
 
 
 @dataclass(frozen=True, slots=True)

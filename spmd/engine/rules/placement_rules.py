@@ -14,7 +14,7 @@ from spmd.engine.program.layouts import is_shard
 from spmd.engine.program.program import Meta
 from spmd.torch_internals import StridedShard
 
-__all__ = ["PLACEMENT_RULES", "OperatorCall", "Row", "choose", "placement_rule", "tensors_of"]
+__all__ = ["PLACEMENT_RULES", "OperatorCall", "Row", "choose", "placement", "placement_rule", "tensors_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +93,12 @@ def pattern(call: OperatorCall, text: str) -> list[Row]:
     for one in text.split("|"):
         before, after = one.split("->")
         letters = [letter for letter, is_given in zip(before, given, strict=True) if is_given]
-        rows.append(Row(tuple(map(_placement, letters)), tuple(map(_placement, after))))
+        rows.append(Row(tuple(map(placement, letters)), tuple(map(placement, after))))
     return rows
 
 
-def _placement(letter: str) -> Placement:
+def placement(letter: str) -> Placement:
+    """A placement in short form, see :func:`pattern`."""
     return {"r": Replicate(), "p": Partial()}.get(letter) or Shard(int(letter))
 
 

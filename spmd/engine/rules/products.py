@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from spmd.engine.program.program import Meta
 from spmd.engine.rules.local_rules import Local, Site, local_rule
-from spmd.engine.rules.placement_rules import OperatorCall, Row, placement_rule
+from spmd.engine.rules.placement_rules import OperatorCall, Row, placement, placement_rule
 
 __all__: list[str] = []
 
@@ -30,10 +30,6 @@ _ROWS: Final = {
 _ADD: Final = ("addmm", "baddbmm", "addbmm", "addmv")
 
 
-def _placement(letter: str) -> Placement:
-    return {"r": Replicate(), "p": Partial()}.get(letter) or Shard(int(letter))
-
-
 @placement_rule(*_ROWS)
 def _rows(call: OperatorCall) -> list[Row]:
     name = call.op._schema.name.removeprefix("aten::").removesuffix("_")
@@ -42,7 +38,7 @@ def _rows(call: OperatorCall) -> list[Row]:
     out = (*left.shape[:-1], *right.shape[1:][-1:])[-rank:]
     rows = []
     for text in _ROWS[name]:
-        one, two, result = (_placement(text[place]) for place in (0, 1, 4))
+        one, two, result = (placement(text[place]) for place in (0, 1, 4))
         added = call.tensors[:-2]
         inputs = (*(_added(meta, out, result) for meta in added), one, two)
         rows.append(Row(inputs, (result,)))

@@ -138,55 +138,6 @@ assert abs(one - other) < 1e-6, (one, other)
 """
 
 
-LLAMA = """
-import functools
-import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-import torch_xla
-import torch_xla.distributed.spmd as xs
-from torch_xla import runtime as xr
-from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
-
-torch.manual_seed(0)
-config = LlamaConfig(
-    vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
-)
-alone, model = LlamaForCausalLM(config), LlamaForCausalLM(config)
-model.load_state_dict(alone.state_dict())
-xr.use_spmd()
-n = xr.global_runtime_device_count()
-xs.set_global_mesh(xs.Mesh(np.arange(n), (n, 1), ("fsdp", "model")))
-
-
-def shard_output(output, mesh):
-    found = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
-    if found is None:
-        found = output[0]
-    xs.mark_sharding(found, mesh, ("fsdp", *[None] * (found.dim() - 1)))
-
-
-policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
-model = FSDPv2(model, shard_output=shard_output, auto_wrap_policy=policy)
-optimizer, its = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, alone))
-for _ in range(4):
-    words = torch.randint(128, (8, 16))
-    there = words.to(torch_xla.device())
-    xs.mark_sharding(there, xs.get_global_mesh(), ("fsdp", None))
-    found = []
-    for each, optimized, given in ((model, optimizer, there), (alone, its, words)):
-        loss = each(input_ids=given, labels=given).loss
-        optimized.zero_grad()
-        loss.backward()
-        optimized.step()
-        found.append(loss.item())
-    torch_xla.sync()
-    assert abs(found[0] - found[1]) < 1e-5, found
-"""
-
 TRAINER = """
 import sys
 import numpy as np
@@ -322,8 +273,3 @@ def test_a_program_of_accelerate_that_does_not_ask_for_xla_stays_on_the_cpu(tmp_
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_a_program_of_accelerate_trains_on_the_device_by_an_option(tmp_path: Path) -> None:
     run(tmp_path, ACCELERATE, "--xla")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_hugging_faces_llama_is_trained_with_fsdp(tmp_path: Path) -> None:
-    run(tmp_path, LLAMA)

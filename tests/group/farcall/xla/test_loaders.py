@@ -13,43 +13,11 @@ from tests.group.spmd.driven import WORKERS, driven
 pytestmark = pytest.mark.processes
 
 ROWS = f"{{devices=[4,1]{IN_ORDER}}}"
-IMAGES = f"{{devices=[4,1,1,1]{IN_ORDER}}}"
-
-
-def first(batch: Any, specs: Any) -> Any:
-    """The first batch of a loader that has these two times."""
-    x = theirs()
-    loader = x.pl.MpDeviceLoader(x.xu.SampleGenerator(batch, 2), x.torch_xla.device(), input_sharding=specs)
-    batches = list(loader)
-    assert len(batches) == len(loader) == 2
-    return batches[0]
 
 
 def spec(*axes: Any, **options: Any) -> Any:
     x = theirs()
     return x.xs.ShardingSpec(x.xs.get_1d_mesh("data"), axes, **options)
-
-
-@pytest.mark.parametrize("rows", [8, WORKERS - 1])
-@driven
-def test_one_spec_cuts_what_has_its_rank(rows: int) -> None:
-    images, labels = first(
-        (torch.zeros(rows, 3, 8, 8), torch.zeros(rows, dtype=torch.int64)), spec("data", None, None, None)
-    )
-    assert images.size() == (rows, 3, 8, 8)
-    assert said(images) == IMAGES
-    assert said(labels) in ("", "{replicated}")
-    assert said(first(torch.randn(16, 128), spec("data", None))) == ROWS
-
-
-@driven
-def test_a_loader_of_the_program_needs_no_length() -> None:
-    x = theirs()
-    batches = iter([torch.randn(16, 8)])
-    loader = iter(x.pl.MpDeviceLoader(batches, x.torch_xla.device(), input_sharding=spec("data", None)))
-    assert said(next(loader)) == ROWS
-    with pytest.raises(StopIteration):
-        next(loader)
 
 
 @driven

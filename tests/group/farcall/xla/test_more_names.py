@@ -102,6 +102,37 @@ def test_replicas_functions_are_those_of_one_replica() -> None:
 
 
 @driven
+def test_a_compiled_step_counts_its_rate_and_calls_back_when_it_is_done() -> None:
+    x = theirs()
+    tracker, told = x.xm.RateTracker(), []
+    compiled = x.torch_xla.compile(lambda t: t.square().sum(), full_graph=True, name="step")
+    for batch in x.pl.MpDeviceLoader(x.xu.SampleGenerator(torch.full((8, 2), 2.0), 3), x.xm.xla_device()):
+        tracker.add(len(batch))
+        x.xm.add_step_closure(lambda loss: told.append(float(loss)), args=(compiled(batch),))
+    x.xm.wait_device_ops()
+    assert told == [64.0] * 3
+    assert tracker.global_rate() > 0
+
+
+@driven
+def test_tensors_are_cut_as_others_and_meshes_follow_the_machine() -> None:
+    x = theirs()
+    t, other = torch.randn(8, 4).to("xla"), torch.randn(8, 4).to("xla")
+    x.xs.mark_sharding(t, mesh_of(2, 2), (0, 1))
+    assert x.xs.shard_as(other, t)[0] is other
+    assert other.sharding_spec == t.sharding_spec == f"{{devices=[2,2]{IN_ORDER}}}"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="same shapes"):
+        x.xs.shard_as([t], [t.T])
+    linear = nn.Linear(4, 3)
+    assert x.xs.apply_xla_patch_to_nn_linear(linear) is linear
+    attributes = [{"name": f"TPU:{number}", "coords": [3 - number, 0, 0]} for number in range(WORKERS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_xla.runtime.global_runtime_device_attributes", lambda: attributes)
+        mesh = x.xs.HybridMesh(ici_mesh_shape=(WORKERS, 1))
+    assert mesh.get_logical_mesh().tolist() == [[3], [2], [1], [0]]
+
+
+@driven
 def test_programs_and_transfers_are_counted_under_their_names() -> None:
     x = theirs()
     metrics = module("debug.metrics")

@@ -13,22 +13,7 @@ from tests.group.spmd.driven import WORKERS, driven
 pytestmark = pytest.mark.processes
 
 
-def cut(whole: torch.Tensor, shape: tuple[int, ...], spec: Any) -> Any:
-    return theirs().xs.mark_sharding(whole.to("xla"), mesh_of(*shape), spec)
-
-
 # ---- shards
-
-
-@driven
-def test_a_scalar_is_replicated() -> None:
-    x = theirs()
-    t = torch.tensor(1.0).to("xla")
-    marked = x.xs.mark_sharding(t, mesh_of(1, WORKERS), ())
-    assert marked == t
-    assert marked.sharding_type == x.xs.ShardingType.REPLICATED
-    assert [shard.replica_id for shard in marked.local_shards] == list(range(WORKERS))
-    assert all(shard.indices is ... and shard.data.item() == 1.0 for shard in marked.local_shards)
 
 
 # ---- tensors made from parts
@@ -147,15 +132,3 @@ def test_each_worker_draws_the_same_numbers_for_its_part() -> None:
     whole = x.xs.disable_manual_sharding(parts + torch.rand_like(parts), (0, None), (8, 3), mesh=mesh)
     torch.manual_seed(3)
     assert whole.cpu().equal(torch.rand(2, 3).repeat(WORKERS, 1))
-
-
-@driven
-def test_the_global_mesh_serves_manual_sharding() -> None:
-    x = theirs()
-    x.xs.set_global_mesh(mesh_of(1, WORKERS))
-    t = torch.zeros(8, 8).to("xla")
-    parts = x.xs.enable_manual_sharding(t, (0, 1))
-    assert tuple(parts.shape) == (8, 8 // WORKERS)
-    whole = x.xs.disable_manual_sharding(parts + 1, (0, 1), t.shape)
-    assert tuple(whole.shape) == (8, 8)
-    assert whole.cpu().equal(t.cpu() + 1)

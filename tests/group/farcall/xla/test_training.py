@@ -17,53 +17,6 @@ from tests.group.spmd.driven import WORKERS, driven
 pytestmark = pytest.mark.processes
 
 
-def train(model: nn.Module, device: str, steps: int = 3, feed: Any = None) -> list[float]:
-    """The losses of some steps."""
-    x, found = theirs(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        torch.manual_seed(step)
-        data, wanted = torch.randn(16, 128).to(device), torch.zeros(16, 1).to(device)
-        if feed is not None:
-            feed(data)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(data), wanted)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        if device == "xla":
-            x.xm.mark_step()
-        found.append(loss.item())
-    return found
-
-
-@pytest.mark.parametrize("way", ["one layer", "batch", "rows", "columns and rows"])
-@driven
-def test_losses_are_those_of_one_process(way: str) -> None:
-    x = theirs()
-    alone = SimpleLinear()
-    model: Any = copy.deepcopy(alone).to(x.xm.xla_device())
-    mesh, feed = mesh_of(WORKERS, 1), None
-    if way == "one layer":
-        x.xs.mark_sharding(model.fc1.weight, mesh_of(1, WORKERS), (0, 1))
-    if way == "rows":
-        x.xs.mark_sharding(model.fc1.weight, mesh, (0, 1))
-        x.xs.mark_sharding(model.fc2.weight, mesh, (1, 0))
-    if way == "columns and rows":
-        x.xs.mark_sharding(model.fc1.weight, mesh, (0, 1))
-        x.xs.mark_sharding(model.fc2.weight, mesh, (1, 0))
-    if way in ("batch", "rows"):
-
-        def feed(data: torch.Tensor) -> None:
-            x.xs.mark_sharding(data, mesh, (0, 1))
-
-    before = said(model.fc1.weight)
-    found = train(model, "xla", feed=feed)
-    torch.testing.assert_close(found, train(alone, "cpu"), rtol=1e-5, atol=1e-5)
-    if before:
-        assert said(model.fc1.weight) == before
-    torch.testing.assert_close(model.fc1.weight.detach().cpu(), alone.fc1.weight.detach())
-
-
 @driven
 def test_their_linear_function_has_the_gradients_of_pytorchs() -> None:
     x = theirs()
@@ -94,33 +47,6 @@ def test_layers_are_wrapped_to_compute_their_activations_again() -> None:
     torch.autograd.backward(alone(data).sum())
     for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.cpu(), its.grad)
-
-
-@driven
-def test_data_and_weights_lie_on_hybrid_meshes() -> None:
-    x = theirs()
-    rows = x.xs.HybridMesh(ici_mesh_shape=(WORKERS, 1), dcn_mesh_shape=(1, 1), axis_names=("data", "tensor"))
-    mesh = x.xs.HybridMesh(
-        ici_mesh_shape=[1, WORKERS, 1], dcn_mesh_shape=[1, 1, 1], axis_names=("data", "fsdp", "tensor")
-    )
-    alone = SimpleLinear()
-    model: Any = copy.deepcopy(alone).to(x.xm.xla_device())
-    for layer in (model.fc1, model.fc2):
-        x.xs.mark_sharding(layer.weight, mesh, (2, 1))
-    assert said(model.fc1.weight) == f"{{devices=[1,4]{IN_ORDER}}}"
-
-    data = torch.randn(16, 128)
-    spec = x.xs.ShardingSpec(rows, (0, 1))
-    (there,) = x.xm.send_cpu_data_to_device(data, x.xm.xla_device(), input_sharding=spec)
-    for each, given in ((alone, data), (model, there)):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            torch.autograd.backward(each(given).square().mean())
-            optimizer.step()
-    x.xm.mark_step()
-    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach().cpu(), its.detach(), rtol=1e-5, atol=1e-5)
 
 
 @driven

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-import logging
 import os
 import resource
 import shutil
@@ -56,21 +54,6 @@ def test_the_oldest_by_time_goes_also_for_a_new_manager() -> None:
         assert later.save(20, state)
         assert later.all_steps() == [10, 20]
         assert sorted(os.listdir(path)) == ["10", "20"]
-
-
-@driven
-def test_folders_without_a_checkpoint_are_ignored_with_a_warning() -> None:
-    with tempfile.TemporaryDirectory() as path:
-        CheckpointManager(path, 1, chkpt_on_preemption=False).save(1, {"x": torch.ones(1)})
-        (Path(path) / "notes").mkdir()
-        (Path(path) / "2").mkdir()
-        (Path(path) / "2" / ".manager_metadata").write_text(json.dumps({"step": "?"}))
-        said: list[logging.LogRecord] = []
-        handler = logging.Handler()
-        handler.emit = said.append  # type: ignore[assignment, method-assign]
-        logging.getLogger("spmd.checkpoint.manager").addHandler(handler)
-        assert CheckpointManager(path, 1, chkpt_on_preemption=False).all_steps() == [1]
-        assert "Ignoring invalid checkpoints" in said[0].getMessage()
 
 
 @driven
@@ -152,17 +135,6 @@ def test_a_step_that_fails_to_be_saved_again_is_still_what_it_was() -> None:
 
 
 @driven
-def test_what_a_failed_save_has_left_half_written_goes_with_the_next() -> None:
-    with tempfile.TemporaryDirectory() as path:
-        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
-        with pytest.raises(CheckpointException):
-            manager.save(1, {"function": lambda: 0})
-        assert os.listdir(path) == ["1"]
-        manager.save(2, {"x": 0})
-        assert os.listdir(path) == ["2"]
-
-
-@driven
 def test_an_error_of_the_disk_in_the_middle_of_a_tensor_names_the_folder() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     with tempfile.TemporaryDirectory() as path:
@@ -208,28 +180,6 @@ def test_what_is_left_of_a_removal_that_was_ended_goes_with_the_next_save(
     assert manager.all_steps() == [2]
     manager.save(3, {"x": 3})
     assert sorted(os.listdir(tmp_path)) == ["2", "3"]
-
-
-def test_a_program_without_the_mode_saves_and_restores(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
-    manager.save(1, {"x": torch.ones(2)})
-    state = {"x": torch.zeros(2)}
-    manager.restore(1, state)
-    assert state["x"].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("left", ["5.going", "5.coming"])
-@driven
-def test_what_was_changing_places_when_the_program_was_killed_is_found(left: str) -> None:
-    with tempfile.TemporaryDirectory() as path:
-        CheckpointManager(path, 1, chkpt_on_preemption=False).save(5, {"x": torch.ones(1)})
-        (Path(path) / "5").rename(Path(path) / left)
-        (Path(path) / "5.copy").mkdir()
-        manager = CheckpointManager(path, 1, chkpt_on_preemption=False)
-        assert manager.all_steps() == [5]
-        state = {"x": torch.zeros(1)}
-        manager.restore(5, state)
-        assert state["x"].item() == 1
 
 
 @driven

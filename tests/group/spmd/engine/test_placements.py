@@ -1,7 +1,7 @@
-"""From every pair of placements on a mesh of two dimensions to every other, forward and backward.
+"""From every placement to every other, forward and backward.
 
-A tensor is redistributed as a ``DTensor``, and as plain parts by the styles that lay out a module's input and
-output anew, along each dimension of the mesh. It must stay the same tensor, and its gradient with it.
+Plain parts are redistributed by the styles that lay out a module's input and output anew, along each
+dimension of the mesh. They must stay parts of the same tensor, and their gradients with them.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ import itertools
 from collections.abc import Sequence
 from typing import Final
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from spmd.tensor_parallel import PrepareModuleInput, PrepareModuleOutput, parallelize_module
 from tests.group.spmd.meshes import backward, gradient_of, in_mesh
 
 PLACEMENTS: Final = (Replicate(), Shard(0), Shard(1), Partial())
 PAIRS: Final = list(itertools.product(PLACEMENTS, repeat=2))
-SHAPES: Final = ((7, 5), (1, 2), (12, 6), (3, 4, 2), (0, 6))
-"""Uneven, with parts that are empty; smaller than the mesh; even; and others."""
 
 
 def numbers(shape: Sequence[int], times: int = 1) -> Tensor:
@@ -42,51 +39,9 @@ def part_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
     return whole.clone(memory_format=torch.contiguous_format)
 
 
-def distributed(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    part = part_of(whole, mesh, placements)
-    return DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-
-
 def back(placements: Sequence[Placement]) -> list[Placement]:
     """Of a gradient: that of a sum's shares is replicated."""
     return [Replicate() if isinstance(each, Partial) else each for each in placements]
-
-
-def assert_is(found: Tensor | None, whole: Tensor, what: str) -> None:
-    assert isinstance(found, DTensor), what
-    if any(isinstance(each, Partial) for each in found.placements):
-        assert torch.equal(found.full_tensor(), whole), what
-    else:
-        assert torch.equal(found.to_local(), part_of(whole, found.device_mesh, found.placements)), what
-
-
-def redistribute(mesh: DeviceMesh, shape: Sequence[int]) -> None:
-    x, gradient = numbers(shape), numbers(shape, 2)
-    for source, target in itertools.product(PAIRS, PAIRS):
-        if any(isinstance(to, Partial) and to != each for each, to in zip(source, target, strict=True)):
-            continue  # PyTorch makes no sum of what is none
-        what = f"{source} to {target} of {shape}"
-        leaf = distributed(x, mesh, source)
-        leaf.requires_grad_()
-        moved = leaf.redistribute(placements=target)
-        assert list(moved.placements) == list(target), what
-        assert_is(moved, x, what)
-        backward(moved, distributed(gradient, mesh, back(target)))
-        assert_is(leaf.grad, gradient, what)
-
-
-@in_mesh(4, 2, 2)
-def test_redistribution(mesh: DeviceMesh) -> None:
-    redistribute(mesh, SHAPES[0])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@in_mesh(6, 2, 3)
-def test_redistribution_where_dimensions_differ(mesh: DeviceMesh, shape: Sequence[int]) -> None:
-    redistribute(mesh, shape)
 
 
 @in_mesh(4, 2, 2, names=("dp", "tp"))

@@ -125,27 +125,17 @@ def test_what_layers_share_stays_shared(made_on: str) -> None:
     assert len(list(wrapped.parameters())) == 3
 
 
+@pytest.mark.parametrize("by_policy", [False, True])
 @driven
-def test_modules_that_a_policy_wraps_share_what_they_shared() -> None:
+def test_modules_that_are_wrapped_each_share_what_they_shared(by_policy: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model[2].weight = model[0].weight
     alone = copy.deepcopy(model)
-    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1)
-    wrapped = FSDPv2(model, mesh=fsdp_mesh(), auto_wrap_policy=policy)
-    assert len(list(wrapped.parameters())) == 3
-    assert_trains_alike(wrapped, alone, fsdp_mesh())
-
-
-@driven
-def test_modules_that_are_wrapped_one_by_one_share_what_they_shared() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    model[2].weight = model[0].weight
-    alone = copy.deepcopy(model)
-    for place in (0, 2):
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1) if by_policy else None
+    for place in () if by_policy else (0, 2):
         model[place] = FSDPv2(model[place], mesh=fsdp_mesh())
-    wrapped = FSDPv2(model, mesh=fsdp_mesh())
+    wrapped = FSDPv2(model, mesh=fsdp_mesh(), auto_wrap_policy=policy)
     assert len(list(wrapped.parameters())) == 3
     assert_trains_alike(wrapped, alone, fsdp_mesh())
 

@@ -52,26 +52,6 @@ class TwoLayers(nn.Module):
 # ---- what is said
 
 
-@driven
-def test_a_mark_is_in_place_and_known_at_once() -> None:
-    t: Any = on_device(torch.randn(8, 4))
-    marked = spmd.mark_sharding(t, mesh(2, 2, names=("data", "model")), ("data", "model"))
-    assert said(t) == "{devices=[2,2]0,1,2,3}"
-    assert t.sharding_type is spmd.ShardingType.TILED
-    assert isinstance(t, spmd.ShardedTensor)
-    assert marked is t
-
-
-@driven
-def test_a_parameter_stays_the_parameter() -> None:
-    linear = nn.Linear(8, 4).to(spmd.device())
-    weight = linear.weight
-    spmd.mark_sharding(linear.weight, mesh(1, WORKERS), (0, 1))
-    assert linear.weight is weight
-    assert isinstance(weight, nn.Parameter)
-    assert said(weight) == f"{{devices=[1,4]{IN_ORDER}}}"
-
-
 @pytest.mark.parametrize(
     ("shape", "spec", "text"),
     [
@@ -90,14 +70,6 @@ def test_every_form_of_spec(shape: Any, spec: Any, text: str) -> None:
     t = spmd.mark_sharding(on_device(whole), mesh(2, 2), spec)
     assert said(t) == text
     assert t.cpu().equal(whole)
-
-
-@driven
-def test_what_nobody_marked_says_nothing() -> None:
-    t = on_device(torch.randn(4, 4))
-    assert said(t) == ""
-    assert not isinstance(t, spmd.ShardedTensor)
-    assert spmd.wrap_if_sharded(t) is t
 
 
 @driven
@@ -132,15 +104,6 @@ def test_values_are_the_same_with_workers_in_another_order(shape: tuple[int, ...
     torch.testing.assert_close(turned.cpu(), whole + 1)
     scattered = spmd.mark_sharding(t.t() @ torch.ones_like(t), backwards, spec)
     torch.testing.assert_close(scattered.cpu(), whole.t() @ torch.ones(6, 9), rtol=1e-4, atol=1e-4)
-
-
-@driven
-def test_workers_of_one_host_are_one_slice() -> None:
-    hybrid = spmd.HybridMesh(ici_mesh_shape=(2, 2), axis_names=("data", "model"))
-    assert hybrid.get_logical_mesh().tolist() == [[0, 1], [2, 3]]
-    with pytest.raises(ValueError, match="Invalid dcn_mesh_shape for single slice mesh"):
-        spmd.HybridMesh((1, 2), (2, 1))
-    assert spmd.get_1d_mesh("data").shape() == {"data": WORKERS}
 
 
 # ---- what is refused
@@ -226,19 +189,6 @@ def test_shards_are_padded_with_zeros(size: int) -> None:
 
 
 @driven
-def test_an_uneven_cut_over_two_axes_is_that_of_one_axis() -> None:
-    whole = torch.arange(5.0)
-    t: Any = spmd.mark_sharding(on_device(whole), mesh(2, 2), ((0, 1),))
-    assert [shard.indices[0] for shard in t.local_shards] == [
-        slice(0, 2, 1),
-        slice(2, 4, 1),
-        slice(4, 5, 1),
-        slice(5, 5, 1),
-    ]
-    assert_shards_are(t, whole)
-
-
-@driven
 def test_replicas_are_numbered() -> None:
     whole = torch.arange(64.0).reshape(8, 8)
     t: Any = spmd.mark_sharding(on_device(whole), mesh(2, 2), (None, 1))
@@ -274,17 +224,6 @@ def test_shards_can_be_changed_and_loaded(size: int) -> None:
 
 
 # ---- what it does to programs
-
-
-@pytest.mark.parametrize(
-    ("left", "right"), [((0, None), (None, 1)), ((0, 1), (1, None)), ((None, (1, 0)), ((1, 0), None))]
-)
-@driven
-def test_the_value_is_the_same_however_it_is_cut(left: Any, right: Any) -> None:
-    a, b, c = torch.randn(6, 8), torch.randn(8, 5), torch.randn(5)
-    cut_a = spmd.mark_sharding(on_device(a), mesh(2, 2), left)
-    cut_b = spmd.mark_sharding(on_device(b), mesh(2, 2), right)
-    torch.testing.assert_close((cut_a @ cut_b + on_device(c)).cpu(), a @ b + c)
 
 
 @driven

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -85,7 +83,8 @@ def compare(
 LAYOUTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(-1), Partial())
 
 
-def linear_with_every_pair_of_layouts(mesh: DeviceMesh) -> None:
+@in_mesh(2)
+def test_linear_with_every_pair_of_layouts(mesh: DeviceMesh) -> None:
     x = torch.randn(4, 8, 12)
     for given, output in itertools.product(LAYOUTS, LAYOUTS):
         module = nn.Linear(12, 8)
@@ -94,17 +93,6 @@ def linear_with_every_pair_of_layouts(mesh: DeviceMesh) -> None:
             compare(mesh, copy.deepcopy(module), column, x, given, output)
         row = RowwiseParallel(input_layouts=given, output_layouts=output)
         compare(mesh, copy.deepcopy(module), row, x, given, output)
-
-
-@in_mesh(2)
-def test_linear_with_every_pair_of_layouts(mesh: DeviceMesh) -> None:
-    linear_with_every_pair_of_layouts(mesh)
-
-
-@pytest.mark.nightly
-@in_mesh(4)
-def test_linear_with_every_pair_of_layouts_on_four_ranks(mesh: DeviceMesh) -> None:
-    linear_with_every_pair_of_layouts(mesh)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(7, 5), (3, 6), (5, 3), (1, 1)])
@@ -425,16 +413,6 @@ def test_prepared_positional_inputs_may_be_given_as_keywords(mesh: DeviceMesh) -
 
 
 @in_mesh(2)
-def test_a_distributed_checkpoint_is_read_by_one_process(mesh: DeviceMesh) -> None:
-    model = parallelize_module(mlp(), mesh, PLAN)
-    save(model.state_dict(), checkpoint_id="saved")
-    alone = mlp().state_dict()
-    load(alone, checkpoint_id="saved")
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(whole(value), alone[name])
-
-
-@in_mesh(2)
 def test_prepared_output_of_one_tensor_is_bare_and_a_list_is_one_output(mesh: DeviceMesh) -> None:
     style = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
     module = parallelize_module(nn.Identity(), mesh, style)
@@ -470,24 +448,3 @@ def test_autocast(mesh: DeviceMesh) -> None:
         assert ours.grad is not None
         assert ours.grad.dtype == torch.float32
         torch.testing.assert_close(gradient_of(ours), theirs.grad, rtol=0.05, atol=0.05)
-
-
-@in_mesh(2)
-def test_an_optimizer_and_clipping_work_on_the_parameters(mesh: DeviceMesh) -> None:
-    alone = mlp()
-    parallel = copy.deepcopy(alone)
-    parallelize_module(parallel, mesh, PLAN)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (alone, parallel)]
-    for _ in range(3):
-        x = torch.randn(4, 6)
-        for model, optimizer in zip((alone, parallel), optimizers, strict=True):
-            optimizer.zero_grad()
-            backward(model(x).square().sum())
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-    for ours, theirs in zip(parallel.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours), theirs)
-    state = parallel.state_dict()
-    assert {name: value.shape for name, value in state.items()} == {
-        name: value.shape for name, value in alone.state_dict().items()
-    }

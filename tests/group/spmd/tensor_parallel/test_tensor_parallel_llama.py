@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -25,9 +25,8 @@ from spmd.tensor_parallel import (
     loss_parallel,
     parallelize_module,
 )
-from spmd.tensor_parallel.traffic import recorded
 from tests.group.spmd.llama import Llama, Shape
-from tests.group.spmd.meshes import assert_same_gradients, backward, gradient_of, in_mesh, whole
+from tests.group.spmd.meshes import backward, gradient_of, in_mesh, whole
 from tests.support.default_device import DEVICE, allow_reads_of_freed
 
 Plan = dict[str, ParallelStyle]
@@ -95,10 +94,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train(
-    model: nn.Module,
-    plan: Plan,
-    of_rank: Callable[[Tensor], Tensor] = lambda batch: batch,
-    reduce: Callable[[], None] = lambda: None,
+    model: nn.Module, plan: Plan, of_rank: Callable[[Tensor], Tensor] = lambda batch: batch
 ) -> list[float]:
     """Losses, step by step. Gradients are clipped where no parameter is plain, as PyTorch needs it."""
     # On devices, PyTorch takes all parameters at once, and not both plain and distributed ones.
@@ -109,7 +105,6 @@ def train(
         optimizer.zero_grad()
         loss = loss_of(model, of_rank(batch))
         backward(loss)
-        reduce()
         if "norm" in plan:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -134,32 +129,6 @@ def test_losses_with_dropout_are_those_of_one_process(mesh: DeviceMesh, plan: st
     assert train(model, PLANS[plan]) == pytest.approx(expected, rel=1e-4)
 
 
-@in_mesh(4)
-def test_gradients_of_one_step_on_a_mesh_of_four_with_a_key_value_head_each(mesh: DeviceMesh) -> None:
-    alone = model_of(Shape(kv_heads=4))
-    model = copy.deepcopy(alone)
-    parallelize_module(model, mesh, LOSS)
-    (batch,) = batches(1)
-    for each in (alone, model):
-        backward(loss_of(each, batch))
-    assert_same_gradients(model, alone)
-
-
-@in_mesh(2)
-def test_a_step_communicates_no_more_than_it_must(mesh: DeviceMesh) -> None:
-    model = model_of(Shape())
-    parallelize_module(model, mesh, LOSS)
-    with recorded() as transfers:
-        model(batches(1)[0])
-    assert [(each.module, each.kind) for each in transfers] == [
-        ("embedding", "all_reduce"),
-        ("layers.0.attention.wo", "all_reduce"),
-        ("layers.0.feed_forward.w2", "all_reduce"),
-        ("layers.1.attention.wo", "all_reduce"),
-        ("layers.1.feed_forward.w2", "all_reduce"),
-    ]
-
-
 def rows_of(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return lambda batch: batch.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
 
@@ -168,25 +137,6 @@ def averaged_losses(losses: list[float], mesh: DeviceMesh) -> list[float]:
     together = torch.tensor(losses)
     dist.all_reduce(together, group=mesh["dp"].get_group())
     return (together / mesh["dp"].size()).tolist()
-
-
-@pytest.mark.parametrize("plan", ["sequence on plain tensors"])
-@in_mesh(4, 2, 2, names=("dp", "tp"))
-def test_with_data_parallelism(mesh: DeviceMesh, plan: str) -> None:
-    model = model_of(Shape())
-    expected = train(copy.deepcopy(model), PLANS[plan])
-    parallelize_module(model, mesh["tp"], PLANS[plan])
-
-    def average() -> None:
-        for parameter in model.parameters():
-            gradient = parameter.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            assert local is not None
-            dist.all_reduce(local, group=mesh["dp"].get_group())
-            local.div_(mesh["dp"].size())
-
-    losses = train(model, PLANS[plan], rows_of(mesh), average)
-    assert averaged_losses(losses, mesh) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("plan", ["tensor", "sequence on DTensors"])

@@ -111,9 +111,11 @@ def test_the_next_save_removes_interrupted_ones(tmp_path: Path) -> None:
     assert manager(tmp_path).all_steps() == [1, 4]
 
 
-def test_a_replacement_that_was_interrupted_is_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", ["1.coming", "1.going"])
+def test_a_replacement_that_was_interrupted_is_finished(tmp_path: Path, left: str) -> None:
     manager(tmp_path).save(1, state(5.0))
-    (tmp_path / "1").rename(tmp_path / "1.coming")
+    (tmp_path / "1").rename(tmp_path / left)
+    (tmp_path / "1.copy").mkdir()
     found, restored = manager(tmp_path), state()
     found.restore(1, restored)
     assert restored["x"].tolist() == [5.0, 5.0]
@@ -217,12 +219,15 @@ PIPES_AND_LINKS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", PIPES_AND_LINKS.values(), ids=PIPES_AND_LINKS)
-def test_what_is_no_file_of_a_manager_is_passed_over(tmp_path: Path, make: Callable[[Path], object]) -> None:
+def test_what_is_no_file_of_a_manager_is_passed_over(
+    tmp_path: Path, make: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
     manager(tmp_path).save(1, state())
     for name in (".manager_metadata", ".manager_folder"):
         (tmp_path / "1" / name).unlink()
         make(tmp_path / "1" / name)
     assert manager(tmp_path).all_steps() == []
+    assert "Ignoring invalid checkpoints" in caplog.text
 
 
 def test_a_folder_behind_a_link_is_not_removed(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_found_costs_no_more_than_plans_by_hand(name: str) -> None:
     program, updates, plans = PLANS[name]
-    chosen = choose_layouts(program, MESH, updates=updates, limit=1500)
+    chosen = choose_layouts(program, MESH, updates=updates)
     assert chosen.cost.total < chosen.whole.total
     for plan in plans:
         assert chosen.cost.total <= cost_of(program, plan, updates).total

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from spmd.engine.driver.current import DEVICE
 from spmd.engine.program.step_messages import EngineStep
-from tests.support.living import living
 from tests.support.spmd_session import inline_session
 
 PROGRAMS = 4
@@ -37,28 +36,6 @@ def check_programs(steps: list[EngineStep]) -> None:
             kept.add(step.program)
         assert step.program is None or step.program in kept
         assert len(kept) <= PROGRAMS
-
-
-def test_programs_of_old_lengths_are_forgotten_everywhere() -> None:
-    with inline_session(PROGRAMS) as (session, port):
-        weight = torch.ones(4, 1).to(DEVICE).requires_grad_()
-        for length in range(1, 61):
-            train(weight, length)
-            session.recorder.flush()
-        session.sync()
-        check_programs(port.steps)
-        port.steps.clear()
-        before = living()
-        for length in range(61, 181):
-            train(weight, length)
-            session.recorder.flush()
-        session.sync()
-        port.steps.clear()
-        after = living()
-        assert before["LinkedProgram"] <= PROGRAMS
-        assert before["Entry"] > 0
-        # A full cache holds between half of its limit and all of it; all lengths would be three times that.
-        assert all(after[name] <= 2 * before[name] for name in before), (before, after)
 
 
 def test_a_program_that_was_forgotten_is_sent_again_and_gives_the_same() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -184,11 +185,15 @@ def test_a_list_is_not_overwritten_while_another_index_reads_it(op: Any) -> None
 # ---- reductions
 
 
-class CountingGroup:
-    """A process group that notes what it is called for."""
+class WatchedGroup:
+    """A process group that notes what it is called for.
 
-    def __init__(self, group: Any, calls: list[tuple[str, int]]) -> None:
-        self._group, self._calls = group, calls
+    Args:
+        late: it does nothing until it is waited for, as one that runs beside may do.
+    """
+
+    def __init__(self, group: Any, calls: list[tuple[str, int]], late: bool) -> None:
+        self._group, self._calls, self._late = group, calls, late
 
     def size(self) -> int:
         return int(self._group.size())
@@ -197,33 +202,31 @@ class CountingGroup:
         def call(*args: Any) -> Any:
             tensor = args[0][0]
             self._calls.append((name, tensor.numel() if isinstance(tensor, Tensor) else 0))
-            return getattr(self._group, name)(*args)
+            return (
+                SimpleNamespace(wait=lambda: wait(*args)) if self._late else getattr(self._group, name)(*args)
+            )
+
+        def wait(*args: Any) -> None:
+            self._calls.append(("arrives", 0))
+            getattr(self._group, name)(*args)
 
         return call
 
 
-class CountingMesh:
-    """A mesh of such groups."""
-
-    def __init__(self, mesh: Any, calls: list[tuple[str, int]]) -> None:
-        self._mesh, self._calls = mesh, calls
-        self._groups: dict[int, CountingGroup] = {}
-
-    def get_group(self, mesh_dim: int) -> CountingGroup:
-        return self._groups.setdefault(mesh_dim, CountingGroup(self._mesh.get_group(mesh_dim), self._calls))
-
-
-def calls_of(program: Program, inputs: Sequence[Tensor]) -> tuple[list[tuple[str, int]], list[list[Tensor]]]:
+def watched(
+    program: Program, inputs: Sequence[Tensor], layout: Layout = REPLICATED, late: bool = False
+) -> tuple[list[tuple[str, int]], list[list[Tensor]]]:
     """What a worker's groups do in a second run, and all workers' results."""
     world = World()
     calls: list[list[tuple[str, int]]] = [[], []]
 
     def body(rank: int) -> list[Tensor]:
-        mesh = CountingMesh(world.mesh(LINE, rank), calls[rank])
-        linked = LinkedProgram(program, rank, lambda key: mesh)
-        linked.run([each.clone() for each in inputs], ())
-        calls[rank].clear()
-        return linked.run([each.clone() for each in inputs], ())
+        group = WatchedGroup(world.mesh(LINE, rank).get_group(0), calls[rank], late)
+        linked = LinkedProgram(program, rank, lambda key: SimpleNamespace(get_group=lambda axis: group))
+        for _ in range(2):
+            calls[rank].clear()
+            results = linked.run([take_shard(each, layout, rank).clone() for each in inputs], ())
+        return results
 
     results = in_threads(2, body)
     assert calls[0] == calls[1]
@@ -248,7 +251,7 @@ def summed(*sizes: int) -> Program:
 
 def test_small_reductions_are_done_together() -> None:
     inputs = [torch.randn(3), torch.randn(5)]
-    calls, results = calls_of(summed(3, 5), inputs)
+    calls, results = watched(summed(3, 5), inputs)
     assert calls == [("allreduce", 8)]
     for each, given in zip(results[0], inputs, strict=True):
         torch.testing.assert_close(each, (-2 * given).exp())
@@ -257,7 +260,7 @@ def test_small_reductions_are_done_together() -> None:
 def test_large_reductions_are_done_alone() -> None:
     large = (1 << 18) + 1
     inputs = [torch.randn(3), torch.randn(large)]
-    calls, results = calls_of(summed(3, large), inputs)
+    calls, results = watched(summed(3, large), inputs)
     assert sorted(calls) == [("allreduce", 3), ("allreduce", large)]
     for each, given in zip(results[1], inputs, strict=True):
         torch.testing.assert_close(each, (-2 * given).exp())
@@ -283,7 +286,7 @@ def test_scattered_sums_are_done_together() -> None:
     for place, each in enumerate(scattered):
         instructions.append(Instruction("aten::relu", (Ref(4 + place),), (), (each,)))
     inputs = [-torch.rand(4, 2), -torch.rand(4, 2)]
-    calls, results = calls_of(Program((meta, meta), tuple(instructions), (6, 7)), inputs)
+    calls, results = watched(Program((meta, meta), tuple(instructions), (6, 7)), inputs)
     assert [name for name, _ in calls] == ["reduce_scatter"]
     for rank in range(2):
         torch.testing.assert_close(results[rank][0], -2 * inputs[0].chunk(2)[rank])
@@ -301,30 +304,9 @@ def test_what_is_being_scattered_is_not_overwritten() -> None:
         Instruction("aten::mul.Scalar", (Ref(1), 5.0), (), (meta,)),
         Instruction("aten::relu", (Ref(2),), (), (shard,)),
     )
-    program, given, world = Program((meta,), instructions, (3, 4)), torch.rand(large), World()
-
-    class Waiting:
-        """It does nothing until it is waited for, as one that runs beside may do."""
-
-        def __init__(self, group: Any) -> None:
-            self._group = group
-
-        def size(self) -> int:
-            return int(self._group.size())
-
-        def reduce_scatter(self, *args: Any) -> Any:
-            work = type("Work", (), {})()
-            work.wait = lambda: self._group.reduce_scatter(*args)
-            return work
-
-    def body(rank: int) -> list[Tensor]:
-        group = Waiting(world.mesh(LINE, rank).get_group(0))
-        mesh = type("Mesh", (), {"get_group": lambda self, axis: group})()
-        linked = LinkedProgram(program, rank, lambda key: mesh)
-        linked.run([given.clone()], ())
-        return linked.run([given.clone()], ())
-
-    for rank, (other, scattered) in enumerate(in_threads(2, body)):
+    given = torch.rand(large)
+    _, results = watched(Program((meta,), instructions, (3, 4)), [given], late=True)
+    for rank, (other, scattered) in enumerate(results):
         torch.testing.assert_close(other, given * 10)
         torch.testing.assert_close(scattered, given.chunk(2)[rank] * 4)
 
@@ -341,21 +323,12 @@ def test_what_is_gathered_next_comes_along() -> None:
         Instruction(REDISTRIBUTE, (Ref(4), REPLICATED), (), (whole[1],)),
         Instruction("aten::exp", (Ref(5),), (), (whole[1],)),
     )
-    world, x, y = World(), torch.randn(6, 2), torch.randn(5, 3)
-    calls: list[list[tuple[str, int]]] = [[], []]
-
-    def body(rank: int) -> list[Tensor]:
-        mesh = CountingMesh(world.mesh(LINE, rank), calls[rank])
-        linked = LinkedProgram(Program(tuple(metas), instructions, (3, 6)), rank, lambda key: mesh)
-        for _ in range(2):
-            calls[rank].clear()
-            results = linked.run([take_shard(each, rows, rank).clone() for each in (x, y)], ())
-        return results
-
-    for first, second in in_threads(2, body):
+    x, y = torch.randn(6, 2), torch.randn(5, 3)
+    calls, results = watched(Program(tuple(metas), instructions, (3, 6)), [x, y], rows)
+    for first, second in results:
         torch.testing.assert_close(first, x.exp())
         torch.testing.assert_close(second, y.t().exp())
-    assert [[name for name, _ in each] for each in calls] == [["allgather"]] * 2
+    assert [name for name, _ in calls] == ["allgather"]
 
 
 def test_what_is_gathered_again_soon_comes_once_and_stays_till_then() -> None:
@@ -368,29 +341,11 @@ def test_what_is_gathered_again_soon_comes_once_and_stays_till_then() -> None:
         Instruction("aten::neg", (Ref(3),), (), (whole,)),
     )
     x = torch.randn(6, 2)
-    calls, results = calls_of_parts(Program((shard,), instructions, (2, 4)), [x], rows)
+    calls, results = watched(Program((shard,), instructions, (2, 4)), [x], rows)
     assert [name for name, _ in calls] == ["allgather"]
     for first, second in results:
         torch.testing.assert_close(first, x.exp())
         torch.testing.assert_close(second, -x)
-
-
-def calls_of_parts(
-    program: Program, inputs: Sequence[Tensor], layout: Layout
-) -> tuple[list[tuple[str, int]], list[list[Tensor]]]:
-    """As ``calls_of``, for inputs that are laid out so."""
-    world = World()
-    calls: list[list[tuple[str, int]]] = [[], []]
-
-    def body(rank: int) -> list[Tensor]:
-        mesh = CountingMesh(world.mesh(LINE, rank), calls[rank])
-        linked = LinkedProgram(program, rank, lambda key: mesh)
-        for _ in range(2):
-            calls[rank].clear()
-            results = linked.run([take_shard(each, layout, rank).clone() for each in inputs], ())
-        return results
-
-    return calls[0], in_threads(2, body)
 
 
 def test_what_is_being_gathered_is_not_overwritten() -> None:
@@ -403,43 +358,14 @@ def test_what_is_being_gathered_is_not_overwritten() -> None:
         Instruction("aten::exp", (Ref(4),), (), (whole,)),
         Instruction("aten::relu", (Ref(2),), (), (whole,)),
     )
-    world, x, y = World(), torch.rand(large), torch.rand(large)
-    log: list[list[str]] = [[], []]
-
-    class Waiting:
-        """It does nothing until it is waited for, as one that runs beside may do."""
-
-        def __init__(self, rank: int) -> None:
-            self._group, self._rank = world.mesh(LINE, rank).get_group(0), rank
-
-        def size(self) -> int:
-            return int(self._group.size())
-
-        def allgather(self, *args: Any) -> Any:
-            log[self._rank].append("begins")
-            work = type("Work", (), {})()
-
-            def wait() -> None:
-                log[self._rank].append("arrives")
-                self._group.allgather(*args)
-
-            work.wait = wait
-            return work
-
-    def body(rank: int) -> list[Tensor]:
-        group = Waiting(rank)
-        mesh = type("Mesh", (), {"get_group": lambda self, axis: group})()
-        linked = LinkedProgram(Program((shard, shard), instructions, (3, 5, 6)), rank, lambda key: mesh)
-        for _ in range(2):
-            log[rank].clear()
-            results = linked.run([take_shard(each, rows, rank).clone() for each in (x, y)], ())
-        return results
-
-    for rank, (turned, second, first) in enumerate(in_threads(2, body)):
+    x, y = torch.rand(large), torch.rand(large)
+    calls, results = watched(Program((shard, shard), instructions, (3, 5, 6)), [x, y], rows, late=True)
+    for rank, (turned, second, first) in enumerate(results):
         torch.testing.assert_close(turned, -take_shard(y, rows, rank))
         torch.testing.assert_close(second, y.exp())
         torch.testing.assert_close(first, x)
-    assert log == [["begins", "arrives"] * 2] * 2  # the second begins when the first has come
+    # the second begins when the first has come
+    assert [name for name, _ in calls] == ["allgather", "arrives"] * 2
 
 
 # ---- numbers, errors, the common generator

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from spmd.engine.driver.operators import decompose, propagate
+from spmd.engine.driver.operators import propagate
 from spmd.engine.program.program import REPLICATED, Layout, MeshKey, Meta
+from spmd.engine.rules.catalog import decomposition
 
 aten: Any = torch.ops.aten
 LINE: Final = MeshKey((0, 1), (2,))
@@ -136,7 +137,7 @@ def cell_gradients(kind: str) -> tuple[list[Tensor], list[Tensor]]:
         wanted = []
     grads = [torch.randn_like(each) for each in outputs]
     expected = torch.autograd.grad(outputs, [*biases, *wanted], grads)
-    forward, backward = (decompose(getattr(aten, name).default) for name in _CELLS[kind])
+    forward, backward = (decomposition(getattr(aten, name).default) for name in _CELLS[kind])
     assert forward is not None
     assert backward is not None
     with torch.no_grad():
