@@ -19,7 +19,6 @@ __all__ = ["echo", "nothing", "workloads"]
 
 _GRADIENT_NUMBERS = 4096
 _PUSHES = 150
-_DEPTH = 20
 _TRACED_BATCHES = 7
 _TRACED_CALLS = 2000
 
@@ -84,22 +83,6 @@ def _window(rpc: Any, in_flight: int = 1000) -> float:
     return in_flight / seconds_per_call(round_trip)
 
 
-def _there_and_back(module: str, depth: int, to: str, back: str) -> int:
-    """Calls the other worker, which calls back, and so on, each call within the one before."""
-    if depth == 0:
-        return 0
-    rpc = importlib.import_module(module)
-    value: int = rpc.rpc_sync(to, _there_and_back, args=(module, depth - 1, back, to))
-    return value + 1
-
-
-def _recursion(rpc: Any) -> float:
-    def descend() -> None:
-        assert _there_and_back(rpc.__name__, _DEPTH, CALLEE, "worker0") == _DEPTH
-
-    return 1e3 * seconds_per_call(descend)
-
-
 def _add(gradient: torch.Tensor) -> None:
     _total.add_(gradient)
 
@@ -144,7 +127,6 @@ def workloads() -> Iterator[Workload]:
     yield Workload("remote", "remote(...).to_here()", "µs", _remote_to_here, Bar(0.30))
     yield Workload("fetch", "to_here() of a small tensor", "µs", _fetch)
     yield Workload("window", "1,000 rpc_async in flight", "calls/s", _window, Bar(8, at_least=True))
-    yield Workload("recursion", f"{_DEPTH} calls, each within the last", "ms", _recursion)
     for trainers in (2, 8):
         yield Workload(
             f"server-{trainers}",

@@ -105,10 +105,6 @@ class _Runs:
     def __init__(self) -> None:
         self._steps: dict[Any, Step] = {}
 
-    def forget(self) -> None:
-        """Free all models."""
-        self._steps.clear()
-
     def _run(self, step: Step, count: int) -> float:
         loss = torch.zeros(())
         for _ in range(count):
@@ -267,14 +263,6 @@ class _Rank(_Runs):
         self._run(self._steps[case, backend], count)
         dist.barrier()
         return (time.perf_counter() - begin) / count
-
-    def sent(self, case: str, backend: str, count: int) -> float:
-        """Return the bytes per step that a rank sends, over ``count`` steps."""
-        counting.count_sent()
-        dist.barrier()
-        counting.sent()
-        self._run(self._steps[case, backend], count)
-        return counting.sent() / count
 
     def grows(self, case: str, backend: str, count: int) -> float:
         """Return the maximum growth of a rank's memory in bytes, over ``count`` steps."""
