@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import queue
 import re
@@ -35,13 +34,12 @@ _here: dict[str, Any] = {}
 def prepare() -> None:
     lock = threading.Lock()
     lock.acquire()
-    _here.update(lock=lock, event=threading.Event(), queue=queue.Queue(), loop=None)
+    _here.update(lock=lock, event=threading.Event(), loop=None)
 
 
 def release() -> None:
     _here["lock"].release()
     _here["event"].set()
-    _here["queue"].put(None)
     if _here["loop"] is not None:
         _here["loop"].call_soon_threadsafe(_here["released"].set)
 
@@ -51,22 +49,8 @@ def take_lock() -> None:
         pass
 
 
-def acquire_lock() -> None:
-    _here["lock"].acquire()
-    _here["lock"].release()
-
-
 def wait_for_event() -> None:
     _here["event"].wait()
-
-
-def take_from_queue() -> None:
-    _here["queue"].get()
-
-
-def sleep_until_released() -> None:
-    while not _here["event"].is_set():
-        time.sleep(0.5)
 
 
 def compute_until_released() -> None:
@@ -156,10 +140,6 @@ THREAD = r"farcall-\d+"
 
 CALLEES: tuple[tuple[Callable[..., Any], str], ...] = (
     (take_lock, rf"waits for the lock `_here\['lock'\]`, at {HERE} in take_lock"),
-    (acquire_lock, rf"waits for the lock `_here\['lock'\].*`, at {HERE} in acquire_lock"),
-    (wait_for_event, rf"waits for the Event `_here\['event'\].*`, at {HERE} in wait_for_event"),
-    (take_from_queue, rf"waits for the queue `_here\['queue'\].*`, at {HERE} in take_from_queue"),
-    (sleep_until_released, rf"sleeps, at {HERE} in sleep_until_released"),
     (compute_until_released, rf"computes, at {HERE} in compute_until_released"),
     (train_until_released, rf"(computes|sleeps|runs), at {HERE} in train_until_released"),
     (await_event, rf"which awaits Event\.wait, at {HERE} in await_event"),
@@ -170,14 +150,9 @@ AT_WORK = (compute_until_released, train_until_released)
 """Those that make progress: their reports are no warnings."""
 
 
-def allow() -> None:
-    for function in (prepare, release, *(function for function, _ in CALLEES)):
-        rpc.allow_function(function)
-
-
-def report_all(worker: Worker, **options: Any) -> None:
-    allow()
-    with worker.group(slow_call_seconds=SLOW, **options), reports() as lines:
+@in_worker0(slow_call_seconds=SLOW)
+def test_report_says_what_the_callee_does() -> None:
+    with reports() as lines:
         for function, does in CALLEES:
             rpc.rpc_sync("worker1", prepare)
             with in_thread(call, "worker1", function):
@@ -187,26 +162,11 @@ def report_all(worker: Worker, **options: Any) -> None:
                 rpc.rpc_sync("worker1", release)
 
 
-def serve_all(worker: Worker, **options: Any) -> None:
-    allow()
-    serve(worker, slow_call_seconds=0, **options)
-
-
-@pytest.mark.parametrize("deserialization", ["pickle", "safe"])
-def test_report_says_what_the_callee_does(run_workers: RunWorkers, deserialization: str) -> None:
-    options = {"deserialization": deserialization}
-    run_workers.start([report_all, serve_all], kwargs=options).results()
-
-
 # ---- chains
 
 
 def call_take_lock_of_worker0() -> None:
     rpc.rpc_sync("worker0", take_lock, timeout=0)
-
-
-def call_take_lock_of_worker2() -> None:
-    rpc.rpc_async("worker2", take_lock, timeout=0).wait()
 
 
 async def await_take_lock_of_worker2() -> None:
@@ -225,20 +185,15 @@ def test_calls_back_to_the_caller_are_followed() -> None:
         release()
 
 
-@pytest.mark.parametrize("how", [call_take_lock_of_worker2, await_take_lock_of_worker2])
-def test_callee_that_waits_for_a_third_worker(run_workers: RunWorkers, how: Callable[..., Any]) -> None:
-    run_workers.start([functools.partial(report_third, how=how), serve_slowly, serve_slowly]).results()
-
-
-def report_third(worker: Worker, how: Callable[..., Any]) -> None:
-    with worker.group(slow_call_seconds=SLOW), reports() as lines:
-        rpc.rpc_sync("worker2", prepare)
-        with in_thread(call, "worker1", how):
-            lines.until(
-                rf"; worker1 .* waits for worker2: take_lock, at {HERE} in {how.__name__}; "
-                rf"worker2 {THREAD} runs take_lock, waits for the lock .*, at {HERE} in take_lock"
-            )
-            rpc.rpc_sync("worker2", release)
+@in_worker0(3, slow_call_seconds=SLOW)
+def test_coroutine_that_waits_for_a_third_worker() -> None:
+    rpc.rpc_sync("worker2", prepare)
+    with reports() as lines, in_thread(call, "worker1", await_take_lock_of_worker2):
+        lines.until(
+            rf"; worker1 .* waits for worker2: take_lock, at {HERE} in await_take_lock_of_worker2; "
+            rf"worker2 {THREAD} runs take_lock, waits for the lock .*, at {HERE} in take_lock"
+        )
+        rpc.rpc_sync("worker2", release)
 
 
 def serve_slowly(worker: Worker) -> None:

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,17 +32,6 @@ def state(observer: Observer) -> WorkerState:
     return read_worker(observer.path)
 
 
-def test_file_is_there_when_the_observer_has_started(observer: Observer) -> None:
-    assert state(observer).name == "w"
-    assert state(observer).beat is not None
-
-
-def test_look_now_shows_what_has_changed(observer: Observer) -> None:
-    observer.identify(name="other")
-    assert observer.look_now(SOON)
-    assert state(observer).name == "other"
-
-
 def test_part_that_fails_leaves_the_rest_of_the_snapshot(observer: Observer) -> None:
     def fail() -> None:
         raise RuntimeError("dictionary changed size during iteration")
@@ -52,17 +40,6 @@ def test_part_that_fails_leaves_the_rest_of_the_snapshot(observer: Observer) -> 
     assert observer.look_now(SOON)
     snapshot = state(observer).snapshot
     assert (snapshot["bad"], snapshot["good"]) == ({"unknown": "RuntimeError"}, [7])
-
-
-def test_worker_whose_file_cannot_be_made_works_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("FARCALL_JOBS_DIR", str(tmp_path / "file"))
-    facts: dict[str, Any] = {"host": socket.gethostname(), "number": 1, "phase": "running"}
-    observer = Observer(facts, "job")
-    observer.start()
-    assert not observer.look_now()
-    assert observer.path is None
-    observer.stop("left")
 
 
 def test_process_that_ends_during_a_look_is_said_to_have_left(observer: Observer) -> None:
