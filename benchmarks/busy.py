@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from benchmarks import serving, turns
-from benchmarks.calls import echo, nothing
+from benchmarks.calls import nothing
 from benchmarks.others import busy_processes
 from benchmarks.workload import CALLEE, Bar, Workload
 
@@ -45,31 +45,6 @@ def _begin_to_compute() -> None:
 
 def _stop_computing() -> None:
     _stop.set()
-
-
-def _callers(rpc: Any, threads: int = 4, seconds: float = 1.5) -> float:
-    """Calls per second of several threads while the main thread computes in pure Python."""
-    stop = threading.Event()
-    counts = [0] * threads
-
-    def call(index: int) -> None:
-        while not stop.is_set():
-            rpc.rpc_sync(CALLEE, echo, args=(index,))
-            counts[index] += 1
-
-    callers = [threading.Thread(target=call, args=(index,)) for index in range(threads)]
-    for caller in callers:
-        caller.start()
-    begin = time.perf_counter()
-    value = 1
-    while time.perf_counter() - begin < seconds:
-        for _ in range(1000):
-            value = value * 1103515245 % 2147483648
-    elapsed, total = time.perf_counter() - begin, sum(counts)
-    stop.set()
-    for caller in callers:
-        caller.join()
-    return total / elapsed
 
 
 def _spaced_calls(rpc: Any, calls: int) -> list[float]:
@@ -111,7 +86,6 @@ def _beside_others(rpc: Any) -> float:
 
 def workloads() -> Iterator[Workload]:
     """All in which something else computes."""
-    yield Workload("busy", "4 threads, main thread computing", "calls/s", _callers, part="busy")
     yield Workload("busy-callee", "callee's main thread computing", "ms", _callee, Bar(0.15), part="busy")
     title = f"beside {_OTHERS} busy processes"
     yield Workload("busy-machine", f"null call {title}", "µs", _beside_others, Bar(0.6), part="busy")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import statistics
 import tempfile
 import time
@@ -17,12 +15,8 @@ from benchmarks.workload import CALLEE, Bar, Workload, seconds_per_call
 
 __all__ = ["echo", "nothing", "workloads"]
 
-_GRADIENT_NUMBERS = 4096
-_PUSHES = 150
 _TRACED_BATCHES = 7
 _TRACED_CALLS = 2000
-
-_total = torch.zeros(_GRADIENT_NUMBERS)
 
 
 def nothing() -> None:
@@ -83,32 +77,6 @@ def _window(rpc: Any, in_flight: int = 1000) -> float:
     return in_flight / seconds_per_call(round_trip)
 
 
-def _add(gradient: torch.Tensor) -> None:
-    _total.add_(gradient)
-
-
-def _push(module: str, count: int) -> None:
-    """On a trainer: gradients for worker 0, one after another."""
-    rpc = importlib.import_module(module)
-    gradient = torch.ones(_GRADIENT_NUMBERS)
-    for _ in range(count):
-        rpc.rpc_sync("worker0", _add, args=(gradient,))
-
-
-def _many_to_one(rpc: Any, trainers: int) -> float:
-    """Gradients per second that worker 0 takes from all trainers together."""
-
-    def push() -> None:
-        futures = [
-            rpc.rpc_async(f"worker{trainer}", _push, args=(rpc.__name__, _PUSHES))
-            for trainer in range(1, trainers + 1)
-        ]
-        for future in futures:
-            future.wait()
-
-    return trainers * _PUSHES / seconds_per_call(push)
-
-
 def _idle_cpu(rpc: Any, seconds: float = 2.0) -> float:
     """The share of one core, in percent, that the busier of the two idle workers uses."""
     time.sleep(0.2)  # whatever came before has settled
@@ -127,13 +95,4 @@ def workloads() -> Iterator[Workload]:
     yield Workload("remote", "remote(...).to_here()", "µs", _remote_to_here, Bar(0.30))
     yield Workload("fetch", "to_here() of a small tensor", "µs", _fetch)
     yield Workload("window", "1,000 rpc_async in flight", "calls/s", _window, Bar(8, at_least=True))
-    for trainers in (2, 8):
-        yield Workload(
-            f"server-{trainers}",
-            f"16 KB gradients of {trainers} trainers",
-            "calls/s",
-            functools.partial(_many_to_one, trainers=trainers),
-            Bar(2, at_least=True),
-            workers=trainers + 1,
-        )
     yield Workload("idle", "idle agent", "% CPU", _idle_cpu, Bar(0.5, absolute=True))

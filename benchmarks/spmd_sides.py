@@ -209,14 +209,6 @@ class _Driver(_Runs):
         self._run(self._steps[case], count)
         return max(self._on_workers(counting.sent)) / count
 
-    def grows(self, case: str, count: int) -> float:
-        """Return the maximum growth of a worker's memory in bytes, over ``count`` steps."""
-        spmd.sync()
-        before = self._on_workers(counting.resident)
-        self._run(self._steps[case], count)
-        after = self._on_workers(counting.highest)
-        return max(one - other for one, other in zip(after, before, strict=True))
-
     def _on_workers(self, function: Any) -> list[float]:
         return [rpc.rpc_sync(name, function) for name in worker_names()]
 
@@ -263,10 +255,3 @@ class _Rank(_Runs):
         self._run(self._steps[case, backend], count)
         dist.barrier()
         return (time.perf_counter() - begin) / count
-
-    def grows(self, case: str, backend: str, count: int) -> float:
-        """Return the maximum growth of a rank's memory in bytes, over ``count`` steps."""
-        dist.barrier()
-        before = counting.resident()
-        self._run(self._steps[case, backend], count)
-        return counting.highest() - before

@@ -46,10 +46,6 @@ class ChromeTrace:
         """Number of slices, by worker and name."""
         return Counter((self.worker(each["pid"]), each["name"]) for each in self.slices)
 
-    def span_counts(self) -> Counter[tuple[str, str]]:
-        """Number of spans on tracks of their own, by worker and category."""
-        return Counter((self.worker(begin["pid"]), begin["cat"]) for begin, _ in self.spans)
-
     def ways(self) -> Counter[tuple[str, ...]]:
         """Number of arrows, by the workers that they lead through."""
         return Counter(tuple(self.worker(each["pid"]) for each in arrow) for arrow in self.arrows.values())
