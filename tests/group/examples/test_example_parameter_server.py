@@ -147,6 +147,14 @@ def test_by_hand_the_others_name_a_worker_that_was_killed(reserved_port: int) ->
     assert "trainer1" in workers[1].said or "'server'" in workers[1].said
 
 
+@pytest.mark.nightly
+def test_under_torchrun(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    with demo(prefix=(*torchrun, "--log-dir", str(tmp_path))) as running:
+        assert running.end() == 0, running.said
+    assert_success(running.said)
+
+
 WRONG = [
     (["--steps", "0"], "argument --steps: invalid positive value: '0'"),
     (["--rank", "3", "--world-size", "3", "--master-addr", "x"], "--rank needs a --world-size of 2 or more"),

@@ -55,6 +55,11 @@ def state(observer: Observer) -> WorkerState:
     return read_worker(observer.path)
 
 
+def test_file_is_there_when_the_observer_has_started(observer: Observer) -> None:
+    assert state(observer).name == "w"
+    assert state(observer).beat is not None
+
+
 def test_part_that_fails_leaves_the_rest_of_the_snapshot(observer: Observer) -> None:
     def fail() -> None:
         raise RuntimeError("dictionary changed size during iteration")
