@@ -8,21 +8,17 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
-import torch
-
 from benchmarks import serving, turns
-from benchmarks.calls import echo, nothing
+from benchmarks.calls import nothing
 from benchmarks.others import busy_processes
 from benchmarks.workload import CALLEE, Bar, Workload
 
 __all__ = ["workloads"]
 
 _PERIOD_SECONDS = 0.02
-_SLICE_SECONDS = 0.25
-_PAIRS = 8
 _CALLS = 80
 _OTHERS: Final = 8
 """Number of processes that compute beside the workers."""
@@ -32,17 +28,14 @@ _BATCH_SECONDS: Final = 0.5
 _BATCHES: Final = 10
 
 _stop = threading.Event()
-_rounds = 0
 
 
 def _compute() -> None:
     """The main thread's work until it is told to stop."""
-    global _rounds
     value = 1
     while not _stop.is_set():
         for _ in range(1000):
             value = value * 1103515245 % 2147483648
-        _rounds += 1
 
 
 def _begin_to_compute() -> None:
@@ -52,35 +45,6 @@ def _begin_to_compute() -> None:
 
 def _stop_computing() -> None:
     _stop.set()
-
-
-def _rounds_done() -> tuple[int, float]:
-    return _rounds, time.perf_counter()
-
-
-def _callers(rpc: Any, threads: int = 4, seconds: float = 1.5) -> float:
-    """Calls per second of several threads while the main thread computes in pure Python."""
-    stop = threading.Event()
-    counts = [0] * threads
-
-    def call(index: int) -> None:
-        while not stop.is_set():
-            rpc.rpc_sync(CALLEE, echo, args=(index,))
-            counts[index] += 1
-
-    callers = [threading.Thread(target=call, args=(index,)) for index in range(threads)]
-    for caller in callers:
-        caller.start()
-    begin = time.perf_counter()
-    value = 1
-    while time.perf_counter() - begin < seconds:
-        for _ in range(1000):
-            value = value * 1103515245 % 2147483648
-    elapsed, total = time.perf_counter() - begin, sum(counts)
-    stop.set()
-    for caller in callers:
-        caller.join()
-    return total / elapsed
 
 
 def _spaced_calls(rpc: Any, calls: int) -> list[float]:
@@ -104,61 +68,24 @@ def _callee(rpc: Any) -> float:
         rpc.rpc_sync(CALLEE, _stop_computing)
 
 
-def _cost(rpc: Any) -> float:
-    """Return the slowdown of that main thread by these calls, in percent of its speed without them."""
-
-    def speed(with_calls: bool) -> float:
-        first, begin = rpc.rpc_sync(CALLEE, _rounds_done)
-        end = begin + _SLICE_SECONDS
-        while time.perf_counter() < end:
-            if with_calls:
-                _spaced_calls(rpc, 1)
-            else:
-                time.sleep(_SLICE_SECONDS / 10)
-        last, now = rpc.rpc_sync(CALLEE, _rounds_done)
-        return float((last - first) / (now - begin))
-
-    rpc.rpc_sync(CALLEE, _begin_to_compute)
-    try:
-        costs = []
-        for _ in range(_PAIRS):
-            alone, called = speed(with_calls=False), speed(with_calls=True)
-            costs.append(100 * (1 - called / alone))
-        return statistics.median(costs)
-    finally:
-        rpc.rpc_sync(CALLEE, _stop_computing)
-
-
-def _beside_others(call: Callable[[], object]) -> float:
-    """Return the seconds that a call takes beside other processes, the median over batches."""
-    call()
+def _beside_others(rpc: Any) -> float:
+    """How long a null call takes beside other processes, the median over batches."""
+    rpc.rpc_sync(CALLEE, nothing)
     times = []
     for _ in range(_BATCHES):
         turns.pass_on()
         with busy_processes(_OTHERS, _OTHERS_SECONDS):
-            call()
+            rpc.rpc_sync(CALLEE, nothing)
             made, begin = 0, time.perf_counter()
             while (elapsed := time.perf_counter() - begin) < _BATCH_SECONDS:
-                call()
+                rpc.rpc_sync(CALLEE, nothing)
                 made += 1
             times.append(elapsed / made)
-    return statistics.median(times)
-
-
-def _null_beside_others(rpc: Any) -> float:
-    return 1e6 * _beside_others(lambda: rpc.rpc_sync(CALLEE, nothing))
-
-
-def _tensor_beside_others(rpc: Any) -> float:
-    tensor = torch.randn(1 << 18)
-    return 1e3 * _beside_others(lambda: rpc.rpc_sync(CALLEE, echo, args=(tensor,)))
+    return 1e6 * statistics.median(times)
 
 
 def workloads() -> Iterator[Workload]:
     """All in which something else computes."""
-    yield Workload("busy", "4 threads, main thread computing", "calls/s", _callers, part="busy")
     yield Workload("busy-callee", "callee's main thread computing", "ms", _callee, Bar(0.15), part="busy")
-    yield Workload("busy-cost", "what these calls cost it", "%", _cost, Bar(2, absolute=True), part="busy")
     title = f"beside {_OTHERS} busy processes"
-    yield Workload("busy-machine", f"null call {title}", "µs", _null_beside_others, Bar(0.6), part="busy")
-    yield Workload("busy-machine-1MB", f"1 MB {title}", "ms", _tensor_beside_others, Bar(0.6), part="busy")
+    yield Workload("busy-machine", f"null call {title}", "µs", _beside_others, Bar(0.6), part="busy")

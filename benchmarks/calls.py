@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import statistics
 import tempfile
@@ -19,7 +18,7 @@ __all__ = ["echo", "nothing", "workloads"]
 
 _GRADIENT_NUMBERS = 4096
 _PUSHES = 150
-_DEPTH = 20
+_TRAINERS = 8
 _TRACED_BATCHES = 7
 _TRACED_CALLS = 2000
 
@@ -84,22 +83,6 @@ def _window(rpc: Any, in_flight: int = 1000) -> float:
     return in_flight / seconds_per_call(round_trip)
 
 
-def _there_and_back(module: str, depth: int, to: str, back: str) -> int:
-    """Calls the other worker, which calls back, and so on, each call within the one before."""
-    if depth == 0:
-        return 0
-    rpc = importlib.import_module(module)
-    value: int = rpc.rpc_sync(to, _there_and_back, args=(module, depth - 1, back, to))
-    return value + 1
-
-
-def _recursion(rpc: Any) -> float:
-    def descend() -> None:
-        assert _there_and_back(rpc.__name__, _DEPTH, CALLEE, "worker0") == _DEPTH
-
-    return 1e3 * seconds_per_call(descend)
-
-
 def _add(gradient: torch.Tensor) -> None:
     _total.add_(gradient)
 
@@ -112,18 +95,18 @@ def _push(module: str, count: int) -> None:
         rpc.rpc_sync("worker0", _add, args=(gradient,))
 
 
-def _many_to_one(rpc: Any, trainers: int) -> float:
+def _many_to_one(rpc: Any) -> float:
     """Gradients per second that worker 0 takes from all trainers together."""
 
     def push() -> None:
         futures = [
             rpc.rpc_async(f"worker{trainer}", _push, args=(rpc.__name__, _PUSHES))
-            for trainer in range(1, trainers + 1)
+            for trainer in range(1, _TRAINERS + 1)
         ]
         for future in futures:
             future.wait()
 
-    return trainers * _PUSHES / seconds_per_call(push)
+    return _TRAINERS * _PUSHES / seconds_per_call(push)
 
 
 def _idle_cpu(rpc: Any, seconds: float = 2.0) -> float:
@@ -144,14 +127,12 @@ def workloads() -> Iterator[Workload]:
     yield Workload("remote", "remote(...).to_here()", "µs", _remote_to_here, Bar(0.30))
     yield Workload("fetch", "to_here() of a small tensor", "µs", _fetch)
     yield Workload("window", "1,000 rpc_async in flight", "calls/s", _window, Bar(8, at_least=True))
-    yield Workload("recursion", f"{_DEPTH} calls, each within the last", "ms", _recursion)
-    for trainers in (2, 8):
-        yield Workload(
-            f"server-{trainers}",
-            f"16 KB gradients of {trainers} trainers",
-            "calls/s",
-            functools.partial(_many_to_one, trainers=trainers),
-            Bar(2, at_least=True),
-            workers=trainers + 1,
-        )
+    yield Workload(
+        "server-8",
+        f"16 KB gradients of {_TRAINERS} trainers",
+        "calls/s",
+        _many_to_one,
+        Bar(2, at_least=True),
+        workers=_TRAINERS + 1,
+    )
     yield Workload("idle", "idle agent", "% CPU", _idle_cpu, Bar(0.5, absolute=True))

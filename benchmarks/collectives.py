@@ -56,13 +56,13 @@ class Line:
     Attributes:
         name: of the line.
         make: given the process group, what is done once.
-        bar: the ratio to gloo that it should not exceed, if there is one.
+        bar: the ratio to gloo that it should not exceed.
         bar_between_hosts: the same with ``--tcp``.
     """
 
     name: str
     make: Callable[[Any], Operation]
-    bar: float | None = None
+    bar: float
     bar_between_hosts: float = 1.0
 
 
@@ -115,35 +115,29 @@ def _broadcast(count: int) -> Callable[[Any], Operation]:
     return make
 
 
-def _training_step(*, alone: bool) -> Callable[[Any], Operation]:
-    """A step of a model of 10 million parameters, whose gradients are exchanged unless it is ``alone``."""
+def _training_step(group: Any) -> Operation:
+    """A step of a model of 10 million parameters, whose gradients are exchanged."""
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(10):
+        layers += [torch.nn.Linear(1024, 1024), torch.nn.ReLU()]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(16, 1024)
 
-    def make(group: Any) -> Operation:
-        torch.manual_seed(0)
-        layers: list[torch.nn.Module] = []
-        for _ in range(10):
-            layers += [torch.nn.Linear(1024, 1024), torch.nn.ReLU()]
-        model: torch.nn.Module = torch.nn.Sequential(*layers)
-        if not alone:
-            model = DistributedDataParallel(model, process_group=group)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        x = torch.randn(16, 1024)
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(model(x).sum())
+        optimizer.step()
 
-        def step() -> None:
-            optimizer.zero_grad()
-            torch.autograd.backward(model(x).sum())
-            optimizer.step()
-
-        return step
-
-    return make
+    return step
 
 
 _MIB: Final = 1 << 20
 _BAR_OF_MORE_RANKS: Final = 0.9
-"""The bar between hosts for more than two ranks, where there is one for two."""
+"""The bar between hosts for more than two ranks, where that for two is below 1."""
 _BUSY_BAR: Final = 0.9
-"""The bar beside other processes, for all lines that have one."""
+"""The bar beside other processes."""
 
 LINES: Final = (
     *(
@@ -161,8 +155,7 @@ LINES: Final = (
     Line("reduce-scatter 64 MB", _reduce_scatter(64 * _MIB), 0.5),
     Line("all-to-all 64 MB", _all_to_all(64 * _MIB), 0.5, 0.8),
     Line("broadcast 64 MB", _broadcast(64 * _MIB), 0.5, 0.8),
-    Line("DDP step, 10 M parameters", _training_step(alone=False), 0.7, 0.95),
-    Line("the same step without DDP", _training_step(alone=True)),
+    Line("DDP step, 10 M parameters", _training_step, 0.7, 0.95),
 )
 
 
@@ -305,11 +298,11 @@ def main(argv: list[str] | None = None) -> int:
             ours, gloo = (medians[name] for name in _BACKENDS)
             ratio, processor = ours.seconds / gloo.seconds, ours.processor / gloo.processor
             bar = line.bar_between_hosts if arguments.tcp else line.bar
-            if arguments.tcp and size > 2 and bar is not None and bar < 1:
+            if arguments.tcp and size > 2 and bar < 1:
                 bar = _BAR_OF_MORE_RANKS
-            if arguments.busy and bar is not None:
+            if arguments.busy:
                 bar = _BUSY_BAR
-            mark = "" if bar is None else f"{bar:g} x{'' if ratio <= bar else ' missed'}"
+            mark = f"{bar:g} x{'' if ratio <= bar else ' missed'}"
             table.add_row(
                 line.name,
                 str(size),

@@ -104,7 +104,7 @@ PEERS = {
         "grpc",
         "gRPC",
         "benchmarks.grpc_peer",
-        calls=frozenset(("null", "small", "window", "recursion", "idle", "busy")),
+        calls=frozenset(("null", "small", "window", "idle")),
         missing="there is no gRPC here (pip install grpcio)",
     ),
     "ray": Side(

@@ -2,8 +2,8 @@
 
 A driver with its workers, and the ranks of a program by hand, take turns: a batch of steps of ours, one of
 theirs on the backend ``farcall``, one on gloo. What is printed is the median of the ratios of neighbouring
-batches. Also: bytes sent beside the least that must be, what memory grows by in a step, and what the driver
-takes to record a step, and an operation of it.
+batches. Also: bytes sent beside the least that must be, and what the driver takes to record a step, and an
+operation of it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,6 @@ def _measure(case: Case, workers: int, arguments: argparse.Namespace) -> list[st
             if case.same_loss and abs(loss - other) > 1e-4:
                 notes.append(f"; the loss is {loss}, by hand on {backend} {other}")
         seconds, ratios = _ratios(ours, theirs, case, arguments, until)
-        grows = ours.ask("grows", case.name, arguments.steps) / (1 << 20)
-        rival_grows = theirs.ask("grows", case.name, "farcall", arguments.steps) / (1 << 20)
         sent = ours.ask("sent", case.name, arguments.steps)
         step, an_operation = ours.ask("recorded", case.name)
         return [
@@ -80,7 +78,6 @@ def _measure(case: Case, workers: int, arguments: argparse.Namespace) -> list[st
             _marked(ratios["farcall"], case.bar),
             _marked(ratios["gloo"], case.gloo_bar),
             f"{sent / 1e6:.1f} MB, {_marked(sent / least_bytes(case.name, workers, sizes), 1.1)}",
-            f"{grows:.0f}, {case.rival} {rival_grows:.0f}",
             f"{step * 1e3:.1f} ms, {_marked(an_operation * 1e6, 10, 'µs an op')}",
         ]
     finally:
@@ -117,7 +114,6 @@ def main(argv: list[str] | None = None) -> int:
         "on farcall",
         "on gloo",
         "sent",
-        "grows, MB",
         "driver's CPU a step, recording",
     )
     failed = False

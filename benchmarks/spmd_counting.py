@@ -1,4 +1,4 @@
-"""What a worker sends and holds, counted in the worker itself.
+"""What a worker sends, counted in the worker itself.
 
 Bytes are those of the tensors that the backend ``farcall`` is given, times what the best schedule of each
 operation sends of them: whether memory of one host is shared or not is left out.
@@ -6,17 +6,14 @@ operation sends of them: whether memory of one host is shared or not is left out
 
 from __future__ import annotations
 
-import ctypes
-import resource
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
 
 from spmd.collectives.process_group import FarcallProcessGroup
 
-__all__ = ["count_sent", "highest", "resident", "sent"]
+__all__ = ["count_sent", "sent"]
 
 _sent: Final = [0.0]
 
@@ -87,17 +84,3 @@ def sent() -> float:
     """Bytes that this worker has sent since the last time."""
     found, _sent[0] = _sent[0], 0.0
     return found
-
-
-def resident() -> float:
-    """Bytes of memory that this process has; what is the highest is counted from here on."""
-    ctypes.CDLL(None).malloc_trim(0)  # else what earlier steps have freed is there for the next one
-    Path("/proc/self/clear_refs").write_text("5")
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return float(pages * resource.getpagesize())
-
-
-def highest() -> float:
-    """The most that it has had since."""
-    status = Path("/proc/self/status").read_text()
-    return next(float(each.split()[1]) * 1024 for each in status.splitlines() if each.startswith("VmHWM"))

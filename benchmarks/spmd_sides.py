@@ -105,10 +105,6 @@ class _Runs:
     def __init__(self) -> None:
         self._steps: dict[Any, Step] = {}
 
-    def forget(self) -> None:
-        """Free all models."""
-        self._steps.clear()
-
     def _run(self, step: Step, count: int) -> float:
         loss = torch.zeros(())
         for _ in range(count):
@@ -213,14 +209,6 @@ class _Driver(_Runs):
         self._run(self._steps[case], count)
         return max(self._on_workers(counting.sent)) / count
 
-    def grows(self, case: str, count: int) -> float:
-        """Return the maximum growth of a worker's memory in bytes, over ``count`` steps."""
-        spmd.sync()
-        before = self._on_workers(counting.resident)
-        self._run(self._steps[case], count)
-        after = self._on_workers(counting.highest)
-        return max(one - other for one, other in zip(after, before, strict=True))
-
     def _on_workers(self, function: Any) -> list[float]:
         return [rpc.rpc_sync(name, function) for name in worker_names()]
 
@@ -267,18 +255,3 @@ class _Rank(_Runs):
         self._run(self._steps[case, backend], count)
         dist.barrier()
         return (time.perf_counter() - begin) / count
-
-    def sent(self, case: str, backend: str, count: int) -> float:
-        """Return the bytes per step that a rank sends, over ``count`` steps."""
-        counting.count_sent()
-        dist.barrier()
-        counting.sent()
-        self._run(self._steps[case, backend], count)
-        return counting.sent() / count
-
-    def grows(self, case: str, backend: str, count: int) -> float:
-        """Return the maximum growth of a rank's memory in bytes, over ``count`` steps."""
-        dist.barrier()
-        before = counting.resident()
-        self._run(self._steps[case, backend], count)
-        return counting.highest() - before

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import turns
 from benchmarks.calls import echo, nothing
 from benchmarks.workload import CALLEE, KIB, MIB, Bar, Workload, seconds_per_call
 
@@ -21,11 +20,8 @@ _TCP_BARS = {MIB: 0.6, 16 * MIB: 0.5, 64 * MIB: 0.45, 256 * MIB: 0.45}
 _TLS_BAR = 1.6
 """Compared with the same without TLS: ``--peer plain``."""
 _SIZES = (16 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
-_STREAMS = 2
 _SPACING_SECONDS = 0.002
-_SPACED_CALLS = 250
 _PERCENTILE_CALLS = 1000
-_PROCESSOR_BATCHES = 5
 _MOST_SECONDS = 8.0
 """Calls that wait behind large tensors take seconds: then these are few."""
 
@@ -42,10 +38,6 @@ def _transfer(function: Callable[[Any], Any], size: int) -> Callable[[Any], floa
     return measure
 
 
-def _spaced(rpc: Any, calls: int = _SPACED_CALLS) -> float:
-    return statistics.median(_times(rpc, calls))
-
-
 def _times(rpc: Any, calls: int) -> list[float]:
     times: list[float] = []
     end = time.perf_counter() + _MOST_SECONDS
@@ -55,29 +47,6 @@ def _times(rpc: Any, calls: int) -> list[float]:
         rpc.rpc_sync(CALLEE, nothing)
         times.append(time.perf_counter() - begin)
     return times
-
-
-def _under_streams(rpc: Any) -> float:
-    """The time of small calls while 256 MB tensors stream both ways, by that of the same calls otherwise."""
-    tensor = torch.ones(256 * MIB // 4)
-    stop = threading.Event()
-
-    def stream() -> None:
-        while not stop.is_set():
-            rpc.rpc_sync(CALLEE, echo, args=(tensor,))
-
-    rpc.rpc_sync(CALLEE, echo, args=(tensor,))
-    idle = _spaced(rpc)
-    streams = [threading.Thread(target=stream) for _ in range(_STREAMS)]
-    for each in streams:
-        each.start()
-    try:
-        _spaced(rpc, 10)
-        return _spaced(rpc) / idle
-    finally:
-        stop.set()
-        for each in streams:
-            each.join()
 
 
 def _behind_a_transfer(rpc: Any) -> float:
@@ -105,26 +74,6 @@ def _behind_a_transfer(rpc: Any) -> float:
 
 def _late(times: list[float]) -> float:
     return statistics.quantiles(times, n=100)[-1]
-
-
-def processor_seconds() -> float:
-    """Of the worker that is called."""
-    return time.process_time()
-
-
-def _processor_per_gigabyte(rpc: Any) -> float:
-    """Seconds of the processors of both workers for 1 GiB in tensors of 64 MB."""
-    tensor = torch.ones(64 * MIB // 4)
-    for _ in range(3):
-        rpc.rpc_sync(CALLEE, swallow, args=(tensor,))
-    taken: list[float] = []
-    for _ in range(_PROCESSOR_BATCHES):
-        turns.pass_on()
-        begin = time.process_time() + rpc.rpc_sync(CALLEE, processor_seconds)
-        for _ in range(4):
-            rpc.rpc_sync(CALLEE, swallow, args=(tensor,))
-        taken.append(time.process_time() + rpc.rpc_sync(CALLEE, processor_seconds) - begin)
-    return 4 * statistics.median(taken)
 
 
 def _text(size: int) -> str:
@@ -169,23 +118,6 @@ def workloads() -> Iterator[Workload]:
         "x idle",
         _behind_a_transfer,
         Bar(3, absolute=True),
-        network=True,
-        part="tensors",
-    )
-    yield Workload(
-        "tcp-processor",
-        "processor time for 1 GB in tensors of 64 MB, TCP",
-        "s",
-        _processor_per_gigabyte,
-        network=True,
-        part="tensors",
-    )
-    yield Workload(
-        "streaming",
-        "small calls beside 256 MB, TCP",
-        "x idle",
-        _under_streams,
-        Bar(5, absolute=True),
         network=True,
         part="tensors",
     )

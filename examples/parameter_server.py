@@ -44,19 +44,20 @@ from farcall.examples import (
     Images,
     Miss,
     Preempted,
-    TrainerProgress,
     add_checkpoint_argument,
     add_group_arguments,
     example_parser,
+    live_progresses,
     load_images,
     parse_arguments,
     positive,
     preempted,
+    print_figures,
+    print_line,
     rate,
     restored,
     run_workers,
     save,
-    training_display,
 )
 
 TARGET = 0.95
@@ -248,7 +249,10 @@ def direct(options: argparse.Namespace) -> float:
     finished: queue.SimpleQueue[torch.futures.Future[None]] = queue.SimpleQueue()
     for run in runs:
         run.add_done_callback(finished.put)  # in this order: what failed first is what is reported
-    with training_display(names, places, options.steps, plain=options.plain) as display:
+    for name, (host, process) in zip(names, places, strict=True):
+        print_line(f"{name} on {host}, process {process}")
+    with live_progresses(names, options.steps, plain=options.plain) as bars:
+        shown = [0] * len(names)
         running = len(runs)
         while running:
             with contextlib.suppress(queue.Empty):
@@ -256,19 +260,25 @@ def direct(options: argparse.Namespace) -> float:
                 running -= 1
             if preempted(options):
                 local.stop()
-            display.show([TrainerProgress(steps, loss) for steps, loss in local.progress()])
+            for index, (steps, loss) in enumerate(local.progress()):
+                if steps > shown[index]:
+                    bars[index].advance(f"loss {loss:.3f}", steps - shown[index])
+                    shown[index] = steps
     if preempted(options):
         save(local.state(), options)
     seconds = time.perf_counter() - began
     accuracy = local.accuracy(held_out)
-    display.summary(
-        ["server", *names],
-        [(socket.gethostname(), os.getpid()), *places],
+    places.insert(0, (socket.gethostname(), os.getpid()))
+    print_figures(
         {
+            name: f"{host}, process {process}"
+            for name, (host, process) in zip(("server", *names), places, strict=True)
+        }
+        | {
             "accuracy": f"{accuracy:.3f} on {len(held_out)} images held out",
             "updates": f"{len(names) * options.steps - sum(done)} in {seconds:.1f} s",
             "updates per second": f"{(len(names) * options.steps - sum(done)) / seconds:,.0f}",
-        },
+        }
     )
     return accuracy
 

@@ -13,7 +13,13 @@ from farcall.examples.command_line import (
     rate,
 )
 from farcall.examples.data import Images, Text, load_images, load_text
-from farcall.examples.progress import LiveProgress, live_progress, print_figures, print_line
+from farcall.examples.progress import (
+    LiveProgress,
+    live_progress,
+    live_progresses,
+    print_figures,
+    print_line,
+)
 from farcall.examples.running import (
     Miss,
     Preempted,
@@ -25,7 +31,6 @@ from farcall.examples.running import (
     run_workers,
     save,
 )
-from farcall.examples.training_display import TrainerProgress, training_display
 from farcall.examples.transformer import HEADS, Block, Transformer
 
 __all__ = [
@@ -36,13 +41,13 @@ __all__ = [
     "Miss",
     "Preempted",
     "Text",
-    "TrainerProgress",
     "Transformer",
     "add_checkpoint_argument",
     "add_group_arguments",
     "ending",
     "example_parser",
     "live_progress",
+    "live_progresses",
     "load_images",
     "load_text",
     "parse_arguments",
@@ -55,5 +60,4 @@ __all__ = [
     "run_example",
     "run_workers",
     "save",
-    "training_display",
 ]

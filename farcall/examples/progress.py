@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-__all__ = ["LiveProgress", "figures_table", "live_progress", "print_figures", "print_line", "progress_bars"]
+__all__ = ["LiveProgress", "live_progress", "live_progresses", "print_figures", "print_line"]
 
 _EVERY: Final = 1.0
 """Seconds between lines of text."""
@@ -62,17 +62,20 @@ def live_progress(title: str, total: int, *, plain: bool = False) -> Iterator[Li
             for _ in range(epochs):
                 progress.advance(f"loss {train():.3f}")
     """
+    with live_progresses([title], total, plain=plain) as (progress,):
+        yield progress
+
+
+@contextlib.contextmanager
+def live_progresses(
+    titles: Sequence[str], total: int, *, plain: bool = False
+) -> Iterator[list[LiveProgress]]:
+    """Like ``live_progress``, for several pieces of work at once, of the same length."""
     console = Console(highlight=False)
     if plain or not console.is_terminal:
         console.soft_wrap = True
-        yield LiveProgress(title, total, None, console)
+        yield [LiveProgress(title, total, None, console) for title in titles]
         return
-    with progress_bars(console) as bars:
-        yield LiveProgress(title, total, bars, console)
-
-
-def progress_bars(console: Console) -> Progress:
-    """Bars, each with a ``note`` that says how it goes."""
     narrow = console.width < _NARROW
     columns = [
         TextColumn("[bold]{task.description}"),
@@ -80,7 +83,8 @@ def progress_bars(console: Console) -> Progress:
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}"),
     ]
-    return Progress(*columns, *([] if narrow else [TimeRemainingColumn()]), console=console)
+    with Progress(*columns, *([] if narrow else [TimeRemainingColumn()]), console=console) as bars:
+        yield [LiveProgress(title, total, bars, console) for title in titles]
 
 
 def print_line(text: str) -> None:
@@ -89,16 +93,11 @@ def print_line(text: str) -> None:
     console.print(text, soft_wrap=not console.is_terminal)
 
 
-def figures_table(figures: Mapping[str, str]) -> Table:
-    """Results, one below the other."""
+def print_figures(figures: Mapping[str, str]) -> None:
+    """Prints results, one below the other."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, figure in figures.items():
         table.add_row(name, figure)
-    return table
-
-
-def print_figures(figures: Mapping[str, str]) -> None:
-    """Prints results, one below the other."""
     console = Console(highlight=False)
     console.print()
-    console.print(figures_table(figures))
+    console.print(table)

@@ -6,12 +6,16 @@ import asyncio
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from farcall.extras import missing
 from farcall.observe.format.jobs import jobs_folder
 from farcall.observe.why.choosing import choose_job
+
+if TYPE_CHECKING:
+    from farcall.page.server import Server
 
 __all__ = ["page", "serve_page"]
 
@@ -50,10 +54,7 @@ def serve_page(job: str | None, port: int, *, launched_by: int = 0) -> int:
     return 0
 
 
-async def _run(server: object, port: int, job: str, launched_by: int) -> None:
-    from farcall.page.server import Server
-
-    assert isinstance(server, Server)
+async def _run(server: Server, port: int, job: str, launched_by: int) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -18,13 +18,12 @@ from farcall.observe.reading.state import (
     whole,
 )
 from farcall.observe.reading.stores import stores_of
-from farcall.observe.why.analysis import Report
+from farcall.observe.why.analysis import STILL_SECONDS, Report
 from farcall.observe.why.words import in_words
 from farcall.page.wait_layers import wait_layers
 
 __all__ = ["job_view", "past_job", "point_of"]
 
-_STILL_SECONDS: Final = 2.0
 _MAX_WORKERS: Final = 1024
 _MAX_EDGES: Final = 600
 """Maximum number of pairs of workers between which calls are drawn; those with the most calls."""
@@ -148,9 +147,9 @@ def point_of(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float, float, in
 def _job(job: JobState, report: Report) -> dict[str, Any]:
     if not job.living:
         state = "over"
-    elif job.still >= _STILL_SECONDS:
+    elif job.still >= STILL_SECONDS:
         state = "still"
-    elif job.quiet >= _STILL_SECONDS:
+    elif job.quiet >= STILL_SECONDS:
         state = "computes"
     else:
         state = "moving"

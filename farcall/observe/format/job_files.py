@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Final
 
 from farcall.observe.format.jobs import own_folder
 
-__all__ = ["open_file", "read_facts", "write_facts", "write_private"]
+__all__ = ["open_file", "read_facts", "read_own", "write_facts", "write_private"]
 
 _MAX_BYTES: Final = 1 << 16
 
@@ -61,16 +61,34 @@ def write_facts(path: Path, facts: dict[str, Any]) -> None:
     write_private(path, json.dumps(facts).encode())
 
 
+def read_own(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file of this user.
+
+    Args:
+        limit: maximum size, in bytes.
+
+    Raises:
+        OSError: it cannot be read, or is another user's, larger, or no regular file.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        known = os.fstat(file)
+        if not stat.S_ISREG(known.st_mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        if known.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, f"it belongs to another user ({known.st_uid})")
+        if known.st_size > limit:
+            raise OSError(errno.EFBIG, f"it has {known.st_size} bytes, more than any such file")
+        with open(file, "rb", closefd=False) as opened:
+            return opened.read(limit)
+    finally:
+        os.close(file)
+
+
 def read_facts(path: Path) -> dict[str, Any]:
     """Read a file; empty if there is none, or it is damaged or of another user."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return {}
-    try:
-        found = json.loads(os.read(file, _MAX_BYTES)) if os.fstat(file).st_uid == os.getuid() else {}
+        found = json.loads(read_own(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    finally:
-        os.close(file)
     return found if isinstance(found, dict) else {}

@@ -52,10 +52,6 @@ class JobMetrics(Collector):
             self._read_at = time.monotonic()
         yield from self._found
 
-    def describe(self) -> Iterator[Metric]:
-        """Return nothing: the names are not checked before the first read."""
-        return iter(())
-
     def read(self) -> JobState:
         """Return the state of the job, whose workers are ordered to count if some do not yet."""
         found = read_job(self._folder, gathered=False)

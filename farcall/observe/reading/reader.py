@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import socket
-import stat
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from farcall.observe.format.frozen_stacks import FROZEN_SECONDS, Stack, read_stacks
-from farcall.observe.format.job_files import read_facts
+from farcall.observe.format.job_files import read_facts, read_own
 from farcall.observe.format.jobs import JobFolder, process_of
 from farcall.observe.format.layout import MAX_FILE_BYTES, LayoutError, unpack_state
 from farcall.observe.format.legible import legible
@@ -65,34 +64,13 @@ def _legible(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def _read_file(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file of this user. Raises ``OSError`` or ``LayoutError``.
-
-    Args:
-        limit: maximum size, in bytes.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        known = os.fstat(file)
-        if not stat.S_ISREG(known.st_mode):
-            raise LayoutError("it is no file")
-        if known.st_uid != os.getuid():
-            raise LayoutError(f"it belongs to another user ({known.st_uid})")
-        if known.st_size > limit:
-            raise LayoutError(f"it has {known.st_size} bytes, more than any such file")
-        with open(file, "rb", closefd=False) as opened:
-            return opened.read(limit)
-    finally:
-        os.close(file)
-
-
 def read_worker(path: Path) -> WorkerState:
     """Return the state that a worker has written; ``settled`` adds what the kernel reports.
 
     Raises:
         OSError, LayoutError: the file cannot be read; the text has the reason.
     """
-    state = unpack_state(_read_file(path, MAX_FILE_BYTES))
+    state = unpack_state(read_own(path, MAX_FILE_BYTES))
     return WorkerState(
         state.beat,
         _legible(state.snapshot),
@@ -104,8 +82,8 @@ def read_worker(path: Path) -> WorkerState:
 
 def _read_stacks(path: Path) -> Mapping[int, Stack]:
     try:
-        text = _read_file(path, _MAX_STACKS_BYTES).decode(errors="replace")
-    except (OSError, LayoutError):
+        text = read_own(path, _MAX_STACKS_BYTES).decode(errors="replace")
+    except OSError:
         return {}
     return {} if not text else read_stacks("\n".join(map(_legible, text.splitlines())))
 
@@ -132,10 +110,8 @@ def read_job(
             continue
         try:
             workers.append(read_worker(path))
-        except LayoutError as error:
-            skipped.append((_legible(path.name), str(error)))
-        except OSError as error:
-            skipped.append((_legible(path.name), error.strerror or str(error)))
+        except (LayoutError, OSError) as error:
+            skipped.append(_why_skipped(path, error))
     found = settled(workers, native=native)
     if gathered:
         found += _gathered(folder, {each.pid for each in found if each.host == socket.gethostname()}, skipped)
@@ -143,18 +119,21 @@ def read_job(
     return JobState(folder.id, with_methods(_newest(found)), tuple(skipped), end)
 
 
+def _why_skipped(path: Path, error: LayoutError | OSError) -> tuple[str, str]:
+    reason = error.strerror if isinstance(error, OSError) else None
+    return _legible(path.name), reason or str(error)
+
+
 def _gathered(folder: JobFolder, here: Collection[int], skipped: list[tuple[str, str]]) -> list[WorkerState]:
     """Return the workers of other hosts, as they were reported last."""
     found: list[WorkerState] = []
     for path in sorted(folder.path.glob(f"*{GATHERED}")):
         try:
-            packed = _read_file(path, _MAX_GATHERED_BYTES)
+            packed = read_own(path, _MAX_GATHERED_BYTES)
             age = max(0.0, time.time() - os.stat(path).st_mtime)
             told = unpack_states(packed, age, str(path))
-        except LayoutError as error:
-            skipped.append((_legible(path.name), str(error)))
-        except OSError as error:
-            skipped.append((_legible(path.name), error.strerror or str(error)))
+        except (LayoutError, OSError) as error:
+            skipped.append(_why_skipped(path, error))
         else:
             found += [
                 replace(each, snapshot=_legible(each.snapshot), frozen=_legible_stacks(each.frozen))

@@ -119,12 +119,7 @@ class Report:
 
 
 def _node_to_json(node: Node) -> dict[str, Any]:
-    return {
-        "worker": node.worker,
-        "rank": node.rank,
-        "host": node.host,
-        **node.to_json(),
-    }
+    return {"worker": node.worker, "rank": node.rank, "host": node.host, **node.to_json()}
 
 
 def analyze(job: JobState) -> Report:
@@ -134,7 +129,10 @@ def analyze(job: JobState) -> Report:
     cycles = _cycles(graph)
     in_cycle = {key for cycle in cycles for key in cycle}
     findings = [_of_cycle(graph, cycle) for cycle in cycles]
-    findings += [_of_end(graph, node) for node in _ends(graph, waited, in_cycle)]
+    findings += [
+        Finding(node.kind, node.in_words(), (node,), _waiting_for(graph, {node.key}))
+        for node in _ends(graph, waited, in_cycle)
+    ]
     findings.sort(key=lambda each: (_RANK.get(each.kind, 9), -each.waiting, each.culprit.key))
     shown = tuple(_in_order(graph, findings, waited))
     return Report(job, shown, tuple(findings), tuple(graph.nodes.values()))
@@ -217,11 +215,6 @@ def _ends(graph: Graph, waited: set[Key], in_cycle: set[Key]) -> Iterator[Node]:
 
 _CALLS_WITHOUT_END: Final = frozenset(("link", "call", "unanswered", "arriving", "postponed", "queued"))
 """Kinds of calls whose callee has no thread that runs them."""
-
-
-def _of_end(graph: Graph, node: Node) -> Finding:
-    waiting = _waiting_for(graph, {node.key})
-    return Finding(node.kind, node.in_words(), (node,), waiting)
 
 
 def _waiting_for(graph: Graph, ends: set[Key]) -> int:

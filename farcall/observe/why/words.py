@@ -106,7 +106,7 @@ def _rows(nodes: Sequence[Node]) -> list[tuple[str, str, str, str, str]]:
     rows: dict[tuple[str, str, str, str], list[Node]] = {}
     for node in nodes:
         place = "" if node.place is None else str(node.place)
-        key = (node.thread, _same(node), place, node.remark)
+        key = (node.thread, node.text, place, node.remark)
         rows.setdefault(key, []).append(node)
     found = []
     for (thread, _, place, remark), same in rows.items():
@@ -120,11 +120,6 @@ def _rows(nodes: Sequence[Node]) -> list[tuple[str, str, str, str, str]]:
         worker = names[0] if len(names) == 1 else f"{names[0]} +{len(names) - 1}"
         found.append((worker, thread, text, place, remark))
     return found
-
-
-def _same(node: Node) -> str:
-    """Return what must be equal for several workers to share a line: all except the worker."""
-    return node.text
 
 
 def _table(rows: Sequence[tuple[str, str, str, str, str]], width: int) -> Iterator[str]:

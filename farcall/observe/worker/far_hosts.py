@@ -28,7 +28,7 @@ from rpc.group.peer import Peer
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 
-__all__ = ["STATES", "TOPIC", "FarHosts", "host_key", "ignore"]
+__all__ = ["STATES", "TOPIC", "FarHosts", "ignore"]
 
 TOPIC: Final = "observe"
 """Topic of control messages: questions for the state of all workers of a host."""
@@ -38,11 +38,6 @@ STATES: Final = Kind.EXTENSION + 31
 
 _MAX_BYTES: Final = 64 << 20
 _SEND_SECONDS: Final = 5.0
-
-
-def host_key(peer: Peer) -> str:
-    """Return a short name for the host of a worker, the same at all its peers."""
-    return job_id(peer.member.host)
 
 
 class FarHosts:
@@ -112,7 +107,7 @@ class FarHosts:
         """Write an answer to the folder of the job. On the observing thread."""
         path = self._observer.path
         if path is not None:
-            write_private(path.parent / f"{host_key(peer)}{GATHERED}", packed)
+            write_private(path.parent / f"{job_id(peer.member.host)}{GATHERED}", packed)
 
 
 def one_of_each_host(peers: Iterable[Peer]) -> list[Peer]:

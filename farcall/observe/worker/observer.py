@@ -72,15 +72,10 @@ class Observer:
     Args:
         identity: name, rank, host and so on of this process; more is added by ``identify``.
         job: name of the job, if it is known.
-
-    Attributes:
-        extra: functions that add parts to each snapshot, by name; called at each look, on the observing
-            thread.
     """
 
     def __init__(self, identity: dict[str, Any], job: str) -> None:
         self.identity = identity
-        self.extra: dict[str, Callable[[], Any]] = {}
         self.job = job
         self.orders = Orders()
         self._agents: list[Any] = []
@@ -323,8 +318,6 @@ class Observer:
                 observed = getattr(part, "observed", None)
                 if observed is not None:
                     snapshot[name] = _part(observed)
-        for name, make in list(self.extra.items()):
-            snapshot[name] = _part(make)
         is_ending = self.identity["phase"] in ("leaving", "left")
         awaited = set(_awaited(snapshot["threads"], now))
         has_wait_ended = not self._awaited <= awaited

@@ -6,11 +6,9 @@ import contextlib
 import importlib
 import io
 import os
-import pty
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import leftovers
+from tests.support.commands import Command
 from tests.support.ports import reserved_port
+from tests.support.terminal import Terminal
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["reserved_port"]
@@ -28,53 +28,26 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "examples" / "parameter_server.py"
 FOREVER = ("--steps", "1000000")
+SECONDS = 60.0
 
 
-class Demo:
-    """A running demo, its output read line by line."""
+class Demo(Command):
+    """A running demo."""
 
-    def __init__(self, *arguments: str, script: Path = SCRIPT, prefix: tuple[str, ...] = ()) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, *prefix, str(script), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd="/",  # it runs from anywhere
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-            start_new_session=True,  # a terminal's Ctrl-C reaches the whole group
-        )
+    def __init__(self, *arguments: str, prefix: tuple[str, ...] = ()) -> None:
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, *prefix, str(SCRIPT), *arguments]
+        # It runs from anywhere. A terminal's Ctrl-C reaches the whole group.
+        super().__init__(command, Path("/"), os.environ | {"PYTHONPATH": path}, SECONDS, own_session=True)
 
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        """Reads until a line matches."""
-        assert self.process.stdout is not None
-        seen = []
-        for line in self.process.stdout:
-            seen.append(line)
-            if match := re.search(pattern, line):
-                return match
-        pytest.fail(f"no line matched {pattern!r}:\n{''.join(seen)}\n{self.finish()[1]}")
-
-    def wait_until_training(self) -> dict[str, int]:
-        """Waits for the first updates; the process ids of the trainers."""
-        pids = {}
-        for _ in range(2):
-            match = self.wait_for(r"^(trainer\d) on \S+, process (\d+)$")
-            pids[match[1]] = int(match[2])
-        self.wait_for(r"^trainer\d: [1-9]\d* of \d+ updates")
-        return pids
-
-    def finish(self) -> tuple[str, str]:
-        """Waits for the end; the rest of standard output, and standard error."""
-        return self.process.communicate(timeout=60)
+    def wait_until_training(self) -> None:
+        """Wait for the first updates of both trainers."""
+        for index in range(2):
+            self.wait_for(f"trainer{index}: ")
 
     def worker_pid(self, rank: int) -> int:
         """The process of one worker that the demo has started; they are started by rank."""
-        return worker_pids()[rank]
-
-
-def worker_pids() -> list[int]:
-    """The processes that ``rpc.spawn`` has started, in this order."""
-    return sorted(each.pid for each in leftovers.descendants() if "spawn_main" in each.command)
+        return sorted(each.pid for each in leftovers.descendants() if "spawn_main" in each.command)[rank]
 
 
 @contextlib.contextmanager
@@ -87,7 +60,7 @@ def demo(*arguments: str, prefix: tuple[str, ...] = ()) -> Iterator[Demo]:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.process.pid, signal.SIGKILL)
-            running.finish()
+            running.process.wait()
 
 
 def assert_success(output: str, trainers: int = 2) -> None:
@@ -97,39 +70,29 @@ def assert_success(output: str, trainers: int = 2) -> None:
     assert re.search(r"^updates per second +[\d,]+", output, re.MULTILINE)
     workers = ["server", *(f"trainer{index}" for index in range(trainers))]
     places = re.findall(
-        rf"^(server|trainer\d) +{re.escape(socket.gethostname())} +(\d+)", output, re.MULTILINE
+        rf"^(server|trainer\d) +{re.escape(socket.gethostname())}, process (\d+)", output, re.MULTILINE
     )
     assert [name for name, _ in places] == workers
     assert len({pid for _, pid in places}) == len(workers)
 
 
 def test_it_trains_to_the_target_behind_progress_bars() -> None:
-    with leftovers.nothing_left():
-        master, slave = pty.openpty()
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "120"}
-        environment.pop("NO_COLOR", None)
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)], stdout=slave, stderr=slave, env=environment, start_new_session=True
-        )
-        os.close(slave)
-        shown = b""
-        with contextlib.suppress(OSError):  # the terminal's end
-            while data := os.read(master, 65536):
-                shown += data
-        os.close(master)
-        output = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r", "\n")
-        assert process.wait() == 0, output
-    assert re.search(r"trainer0 on \S+, process \d+ .*━ +1500/1500 loss 0\.\d+", output)
-    assert re.search(r"trainer1 on \S+, process \d+ .*━ +1500/1500 loss 0\.\d+", output)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("NO_COLOR", None)
+    with leftovers.nothing_left(), Terminal([sys.executable, str(SCRIPT)], 120, environment) as terminal:
+        status = terminal.end(2 * SECONDS)
+    output = "\n".join(terminal.lines)
+    assert status == 0, output
+    for index in range(2):
+        assert re.search(rf"trainer{index} +━+ +1500/1500 loss 0\.\d+", output)
     assert_success(output)
 
 
 @pytest.mark.nightly
 def test_missing_the_target_is_a_failure_that_says_so() -> None:
     with demo("--steps", "1") as running:
-        _, errors = running.finish()
-        assert running.process.returncode == 1
-    assert re.search(r"The accuracy is 0\.\d+; it should be 0\.95 at least", errors)
+        assert running.end() == 1
+    assert re.search(r"The accuracy is 0\.\d+; it should be 0\.95 at least", running.said)
 
 
 @pytest.mark.nightly
@@ -140,9 +103,8 @@ def test_killing_a_worker_ends_it_and_names_the_worker(rank: int) -> None:
         running.wait_until_training()
         pid = running.worker_pid(rank)
         os.kill(pid, signal.SIGKILL)
-        _, errors = running.finish()
-        assert running.process.returncode == 1
-    assert f"{name} (process {pid}) was killed by SIGKILL" in errors
+        assert running.end() == 1
+    assert f"{name} (process {pid}) was killed by SIGKILL" in running.said
 
 
 @pytest.mark.parametrize(
@@ -154,9 +116,8 @@ def test_ctrl_c_ends_it_quietly_and_its_workers_with_it(send: Callable[[int, int
     with demo(*FOREVER) as running:
         running.wait_until_training()
         send(running.process.pid, signal.SIGINT if send is os.killpg else signal.SIGTERM)
-        _, errors = running.finish()
-        assert running.process.returncode == 130
-    assert "Traceback" not in errors
+        assert running.end() == 130
+    assert "Traceback" not in running.said
 
 
 def by_hand(rank: int, port: int, *arguments: str) -> tuple[str, ...]:
@@ -167,13 +128,12 @@ def by_hand(rank: int, port: int, *arguments: str) -> tuple[str, ...]:
 @pytest.mark.nightly
 def test_one_process_per_worker_by_hand(reserved_port: int) -> None:
     with contextlib.ExitStack() as stack:
-        server, *trainers = [stack.enter_context(demo(*by_hand(rank, reserved_port))) for rank in range(3)]
-        output, errors = server.finish()
-        assert (server.process.returncode, errors) == (0, "")
-        assert [trainer.finish() for trainer in trainers] == [("", "")] * 2
-        assert [trainer.process.returncode for trainer in trainers] == [0, 0]
-    assert_success(output)
-    assert "trainer0: 1500 of 1500 updates" in output
+        workers = [stack.enter_context(demo(*by_hand(rank, reserved_port))) for rank in range(3)]
+        assert [worker.end() for worker in workers] == [0, 0, 0]
+    assert [worker.said for worker in workers[1:]] == ["", ""]
+    assert_success(workers[0].said)
+    assert not re.search("warning|error|Traceback", workers[0].said, re.IGNORECASE)
+    assert "trainer0: 1500 of 1500, loss " in workers[0].said
 
 
 @pytest.mark.nightly
@@ -182,19 +142,17 @@ def test_by_hand_the_others_name_a_worker_that_was_killed(reserved_port: int) ->
         workers = [stack.enter_context(demo(*by_hand(rank, reserved_port, *FOREVER))) for rank in range(3)]
         workers[0].wait_until_training()
         workers[2].process.kill()
-        (_, server_errors), (_, trainer_errors) = workers[0].finish(), workers[1].finish()
-        assert [worker.process.returncode for worker in workers[:2]] == [1, 1]
-    assert "trainer1" in server_errors
-    assert "trainer1" in trainer_errors or "'server'" in trainer_errors
+        assert [worker.end() for worker in workers[:2]] == [1, 1]
+    assert re.search("^server: .*trainer1", workers[0].said, re.MULTILINE), workers[0].said
+    assert "trainer1" in workers[1].said or "'server'" in workers[1].said
 
 
 @pytest.mark.nightly
 def test_under_torchrun(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     with demo(prefix=(*torchrun, "--log-dir", str(tmp_path))) as running:
-        output, errors = running.finish()
-        assert running.process.returncode == 0, errors
-    assert_success(output)
+        assert running.end() == 0, running.said
+    assert_success(running.said)
 
 
 WRONG = [

@@ -25,7 +25,14 @@ LAUNCH = [sys.executable, "-m", "farcall", "launch", "-n", "3"]
 @pytest.mark.parametrize(
     ("command", "arguments", "shown", "number", "from_start", "after"),
     [
-        (LAUNCH, "parameter_server.py --steps 2000", "updates, loss", signal.SIGTERM, " 4000 in ", "updates"),
+        (
+            LAUNCH,
+            "parameter_server.py --steps 2000",
+            " of 2000, loss",
+            signal.SIGTERM,
+            " 4000 in ",
+            "updates",
+        ),
         (LAUNCH, "pipeline.py --passes 8", "passes: 1 of 8", signal.SIGTERM, " of 8,", "speed-up"),
         (
             [sys.executable],

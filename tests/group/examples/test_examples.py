@@ -11,7 +11,6 @@ import importlib
 import io
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support import leftovers
 from tests.support.workers import RunWorkers, Worker
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -216,21 +214,6 @@ def test_one_program_on_many_workers_computes_what_it_does_alone(name: str, tmp_
     output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert re.search(shows, output, re.MULTILINE), output
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_a_worker_that_dies_ends_the_example_and_is_named() -> None:
-    with leftovers.nothing_left():
-        process = start("reinforcement", "--carts", "1", "--learning-rate", "0", "--rounds", "100000")
-        assert process.stdout is not None
-        assert process.stdout.readline() == "Starting agent, observer0, observer1 on this machine.\n"
-        assert "rounds: 1 of" in process.stdout.readline()
-        observer = sorted(each.pid for each in leftovers.descendants() if "spawn_main" in each.command)[1]
-        os.kill(observer, signal.SIGKILL)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert f"observer0 (process {observer}) was killed by SIGKILL" in errors
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

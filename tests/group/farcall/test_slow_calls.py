@@ -150,14 +150,9 @@ AT_WORK = (compute_until_released, train_until_released)
 """Those that make progress: their reports are no warnings."""
 
 
-def allow() -> None:
-    for function in (prepare, release, *(function for function, _ in CALLEES)):
-        rpc.allow_function(function)
-
-
-def report_all(worker: Worker, **options: Any) -> None:
-    allow()
-    with worker.group(slow_call_seconds=SLOW, **options), reports() as lines:
+@in_worker0(slow_call_seconds=SLOW)
+def test_report_says_what_the_callee_does() -> None:
+    with reports() as lines:
         for function, does in CALLEES:
             rpc.rpc_sync("worker1", prepare)
             with in_thread(call, "worker1", function):
@@ -167,37 +162,38 @@ def report_all(worker: Worker, **options: Any) -> None:
                 rpc.rpc_sync("worker1", release)
 
 
-def serve_all(worker: Worker, **options: Any) -> None:
-    allow()
-    serve(worker, slow_call_seconds=0, **options)
-
-
-@pytest.mark.parametrize("deserialization", ["pickle", "safe"])
-def test_report_says_what_the_callee_does(run_workers: RunWorkers, deserialization: str) -> None:
-    options = {"deserialization": deserialization}
-    run_workers.start([report_all, serve_all], kwargs=options).results()
-
-
 # ---- chains
+
+
+def call_take_lock_of_worker0() -> None:
+    rpc.rpc_sync("worker0", take_lock, timeout=0)
 
 
 async def await_take_lock_of_worker2() -> None:
     await rpc.rpc_async("worker2", take_lock, timeout=0)
 
 
-def test_callee_that_waits_for_a_third_worker(run_workers: RunWorkers) -> None:
-    run_workers.start([report_third, serve_slowly, serve_slowly]).results()
+@in_worker0(slow_call_seconds=SLOW)
+def test_calls_back_to_the_caller_are_followed() -> None:
+    prepare()
+    with reports() as lines, in_thread(call, "worker1", call_take_lock_of_worker0):
+        lines.until(
+            rf"caller has waited .*; worker1 {THREAD} waits for worker0: take_lock, at {HERE} in "
+            rf"call_take_lock_of_worker0; worker0 {THREAD} runs take_lock, waits for the lock .*, at {HERE} "
+            "in take_lock"
+        )
+        release()
 
 
-def report_third(worker: Worker) -> None:
-    with worker.group(slow_call_seconds=SLOW), reports() as lines:
-        rpc.rpc_sync("worker2", prepare)
-        with in_thread(call, "worker1", await_take_lock_of_worker2):
-            lines.until(
-                rf"; worker1 .* waits for worker2: take_lock, at {HERE} in await_take_lock_of_worker2; "
-                rf"worker2 {THREAD} runs take_lock, waits for the lock .*, at {HERE} in take_lock"
-            )
-            rpc.rpc_sync("worker2", release)
+@in_worker0(3, slow_call_seconds=SLOW)
+def test_coroutine_that_waits_for_a_third_worker() -> None:
+    rpc.rpc_sync("worker2", prepare)
+    with reports() as lines, in_thread(call, "worker1", await_take_lock_of_worker2):
+        lines.until(
+            rf"; worker1 .* waits for worker2: take_lock, at {HERE} in await_take_lock_of_worker2; "
+            rf"worker2 {THREAD} runs take_lock, waits for the lock .*, at {HERE} in take_lock"
+        )
+        rpc.rpc_sync("worker2", release)
 
 
 def serve_slowly(worker: Worker) -> None:

@@ -22,8 +22,8 @@ from tests.support.chrome_trace import ChromeTrace, read_trace
 from tests.support.workers import RunWorkers, Worker
 
 STEPS = 2
-TRAINERS = 2
 MICRO_BATCHES = 4
+PARTS = STEPS * MICRO_BATCHES
 X = torch.ones(8, 4)
 
 
@@ -40,65 +40,12 @@ class Stage(nn.Module):
         return result
 
 
-class Server:
-    """Parameters, and an optimizer that takes gradients of trainers."""
-
-    def __init__(self) -> None:
-        self.layer = nn.Linear(4, 4)
-        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: value.detach() for name, value in self.layer.state_dict().items()}
-
-    def push(self, gradients: dict[str, Tensor]) -> None:
-        for name, value in self.layer.named_parameters():
-            value.grad = gradients[name]
-        self.optimizer.step()
-
-
-def serve_parameters(worker: Worker) -> None:
-    """Worker 0 holds parameters, the others pull them, and push gradients."""
-    with worker.group():
-        if worker.rank:
-            return
-        server = RRef(Server())
-        with rpc.trace("run.json"):
-            trainers: list[Any] = [
-                rpc.rpc_async(f"worker{rank}", train, args=(server,)) for rank in range(1, TRAINERS + 1)
-            ]
-            torch.futures.wait_all(trainers)
-
-
-def train(server: RRef[Server]) -> None:
-    layer = nn.Linear(4, 4)
-    for _ in range(STEPS):
-        layer.load_state_dict(server.rpc_sync().weights())
-        layer.zero_grad()
-        layer(X).sum().backward()
-        server.rpc_sync().push({name: value.grad for name, value in layer.named_parameters()})
-
-
-def test_a_parameter_servers_step(run_workers: RunWorkers, tmp_path: Path) -> None:
-    run_workers(serve_parameters, TRAINERS + 1)
-    trace = read_trace(tmp_path / "run.json")
-    counts, ways = trace.counts(), trace.ways()
-    assert counts["worker0", "Server.push"] == counts["worker0", "Server.weights"] == STEPS * TRAINERS
-    assert counts["worker0", "deserialize Server.push"] == STEPS * TRAINERS
-    for trainer in ("worker1", "worker2"):
-        assert counts[trainer, "train"] == 1
-        assert counts[trainer, "call Server.push"] == counts[trainer, "call Server.weights"] == STEPS
-        assert counts[trainer, "serialize Server.push"] == STEPS
-        assert ways[trainer, "worker0", trainer] == 2 * STEPS
-        assert ways["worker0", trainer, "worker0"] >= 1
-        assert requests(trace)[trainer, "worker0"] == 2 * STEPS
-    check_arrows_end_at_runs(trace)
-
-
-def requests(trace: ChromeTrace) -> Counter[tuple[str, str]]:
-    """Number of requests that were transferred, by caller and callee."""
-    transfers = [begin for begin, _ in trace.spans if begin["name"] == "transfer of a request"]
-    assert all(each["args"]["bytes"] > 0 for each in transfers)
-    return Counter((each["args"]["caller"], trace.worker(each["pid"])) for each in transfers)
+def transfers(trace: ChromeTrace) -> Counter[tuple[str, str]]:
+    """Number of requests that were transferred with arguments, by caller and callee."""
+    found = [begin for begin, _ in trace.spans if begin["name"] == "transfer of a request"]
+    return Counter(
+        (each["args"]["caller"], trace.worker(each["pid"])) for each in found if each["args"]["bytes"] > 0
+    )
 
 
 def check_arrows_end_at_runs(trace: ChromeTrace) -> None:
@@ -142,13 +89,15 @@ def test_a_pipelines_step(run_workers: RunWorkers, tmp_path: Path) -> None:
     trace = read_trace(tmp_path / "run.json")
     counts, ways = trace.counts(), trace.ways()
     for stage in ("worker1", "worker2"):
-        assert counts[stage, "Stage.forward"] == STEPS * MICRO_BATCHES
+        assert counts[stage, "Stage.forward"] == counts[stage, "deserialize Stage.forward"] == PARTS
         assert counts[stage, "optimizer step"] == counts[stage, "LocalOptimizer.step"] == STEPS
         assert counts[stage, "part of a distributed backward"] == counts[stage, "gradients"] == STEPS
         # Micro-batches, the part of the backward, and the step of the optimizer.
-        assert ways["worker0", stage, "worker0"] >= STEPS * (MICRO_BATCHES + 2)
+        assert ways["worker0", stage, "worker0"] >= PARTS + 2 * STEPS
+        assert transfers(trace)["worker0", stage] >= PARTS
+    assert counts["worker0", "serialize Stage.forward"] == 2 * PARTS
     assert counts["worker0", "distributed backward"] == STEPS
-    assert counts["worker2", "call RRef.to_here"] == STEPS * MICRO_BATCHES
+    assert counts["worker2", "call RRef.to_here"] == PARTS
     fetches = [each for each in trace.slices if each["name"] == "call RRef.to_here"]
     assert {each["args"]["to"] for each in fetches} == {"worker1"}
     check_arrows_end_at_runs(trace)

@@ -78,6 +78,18 @@ class Page:
     def data(self, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
         return self.get(f"/api/{path}", Authorization=f"Bearer {self.token}", **headers)
 
+    def event(self, job: str = "7c2f") -> Any:
+        """The first event of a job."""
+        connection = self.connect()
+        headers = {"Authorization": f"Bearer {self.token}"}
+        connection.request("GET", f"/api/events?job={job}", headers=headers)
+        answer = connection.getresponse()
+        assert answer.getheader("Content-Type", "").startswith("text/event-stream")
+        while not (line := answer.readline()).startswith(b"data: "):
+            pass
+        connection.close()
+        return json.loads(line[6:])
+
     def raw(self, text: bytes) -> bytes:
         """What comes back for bytes that are no proper request, until the server closes the connection."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
@@ -148,18 +160,10 @@ def test_files_outside_of_the_page_are_not_served(page: Page) -> None:
 
 
 def test_events_show_the_job_as_json_with_control_characters_escaped(page: Page) -> None:
-    connection = page.connect()
-    connection.request("GET", "/api/events", headers={"Authorization": f"Bearer {page.token}"})
-    answer = connection.getresponse()
-    assert answer.getheader("Content-Type", "").startswith("text/event-stream")
-    line = answer.readline()
-    while not line.startswith(b"data: "):
-        line = answer.readline()
-    event = json.loads(line[6:])
+    event = page.event()
     assert event["view"]["job"]["id"] == "7c2f"
     assert [each["name"] for each in event["view"]["workers"]] == ["worker0"]
     assert HOSTILE.replace("\x1b", "\\x1b") in event["view"]["workers"][0]["doing"]
-    connection.close()
 
 
 def test_worker_and_logs_and_past_jobs_are_shown(page: Page, tmp_path: Path) -> None:
@@ -167,7 +171,7 @@ def test_worker_and_logs_and_past_jobs_are_shown(page: Page, tmp_path: Path) -> 
     logs.mkdir()
     (logs / "rank0.log").write_text(f"first\n{HOSTILE}\n")
     note_launch(tmp_path / "7c2f", log_dir=str(logs))
-    test_events_show_the_job_as_json_with_control_characters_escaped(page)
+    page.event()
     found = json.loads(page.data("worker?name=worker0")[2])
     assert found["threads"][0]["stack"][0][1:] == ["<script>", 1]
     assert page.data("worker?name=nobody")[0] == 404
@@ -190,7 +194,7 @@ def test_jobs_are_listed_as_long_as_their_files_are_kept(page: Page, tmp_path: P
 def test_jobs_without_a_readable_state_keep_no_others_from_the_list(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    test_events_show_the_job_as_json_with_control_characters_escaped(page)  # the page's own is read
+    page.event()  # the page's own is read
     monkeypatch.setattr(server_module, "_MAX_READ", 1)
     leave_job(tmp_path, "90ab", phase="left")
     for path in (tmp_path / "90ab" / "here.1.1.state", tmp_path / "90ab"):
@@ -221,12 +225,15 @@ def test_cookies_of_other_programs_do_no_harm(page: Page) -> None:
     assert page.data("jobs", Cookie=f"other={'x' * 10000}")[0] == 200
 
 
-def test_malformed_requests_write_no_log(page: Page, caplog: pytest.LogCaptureFixture) -> None:
+def test_token_is_in_no_log(page: Page, caplog: pytest.LogCaptureFixture) -> None:
     start = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nCookie: a={page.token}"
     with caplog.at_level(logging.DEBUG):
+        page.get(f"/?token={page.token}")
+        page.get("/?token=wrong-but-secret")
         assert b" 400 " in page.raw(f"{start}\0\r\n\r\n".encode()).partition(b"\r\n")[0]
     assert [each for each in caplog.records if each.name.startswith("aiohttp")] == []
     assert page.token not in caplog.text
+    assert "wrong-but-secret" not in caplog.text
 
 
 def test_token_that_is_no_text_is_wrong(page: Page) -> None:
@@ -274,23 +281,8 @@ def test_event_streams_too_many_are_refused(page: Page, monkeypatch: pytest.Monk
 
 def test_other_jobs_of_this_user_can_be_seen_and_no_others(page: Page, tmp_path: Path) -> None:
     leave_job(tmp_path, "8888", "other0")
-    connection = page.connect()
-    connection.request("GET", "/api/events?job=8888", headers={"Authorization": f"Bearer {page.token}"})
-    answer = connection.getresponse()
-    line = answer.readline()
-    while not line.startswith(b"data: "):
-        line = answer.readline()
-    assert json.loads(line[6:])["view"]["job"]["id"] == "8888"
-    connection.close()
+    assert page.event("8888")["view"]["job"]["id"] == "8888"
     assert page.data("events?job=../../etc")[0] == 404
-
-
-def test_token_is_in_no_log(page: Page, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG):
-        page.get(f"/?token={page.token}")
-        page.get("/?token=wrong-but-secret")
-    assert page.token not in caplog.text
-    assert "wrong-but-secret" not in caplog.text
 
 
 def test_token_is_this_user_s_and_the_same_again(tmp_path: Path) -> None:

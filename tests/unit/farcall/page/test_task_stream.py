@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from farcall.observe.reading.state import Process
 from farcall.page.task_stream import Task, TaskStream
-from tests.unit.farcall.page.jobs_at_hand import NOW, WALL, call, job, main_thread, request, worker
+from tests.support.job_states import NOW, WALL, call, job, main_thread, request, worker
 
 
 def only(stream: TaskStream, version: int = 0) -> Task:

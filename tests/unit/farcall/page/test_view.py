@@ -18,7 +18,7 @@ from farcall.observe.why.analysis import analyze
 from farcall.page.view import job_view, past_job, point_of
 from farcall.page.worker_view import worker_view
 from tests.support.effort import PROFILE
-from tests.unit.farcall.page.jobs_at_hand import NOW, call, job, main_thread, request, worker
+from tests.support.job_states import NOW, call, job, main_thread, request, worker
 
 
 def view(*workers: WorkerState, earlier: JobState | None = None) -> dict[str, Any]:

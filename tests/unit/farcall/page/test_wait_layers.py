@@ -6,7 +6,7 @@ from typing import Any
 
 from farcall.observe.why.analysis import analyze
 from farcall.page.wait_layers import MAX_BOXES, wait_layers
-from tests.unit.farcall.page.jobs_at_hand import call, job, main_thread, request, worker
+from tests.support.job_states import call, job, main_thread, request, worker
 
 
 def layers(*workers: Any) -> dict[str, Any]:

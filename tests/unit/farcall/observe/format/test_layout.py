@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgpack
@@ -40,13 +39,6 @@ def test_snapshot_from_before_is_kept_when_that_is_wanted(path: Path) -> None:
     file.beat(BEAT)
     state = unpack_state(path.read_bytes())
     assert (state.snapshot, state.earlier) == ({"number": 3}, {"number": 1})
-
-
-def test_file_and_folder_are_for_this_user_alone(path: Path) -> None:
-    file = StateFile(path)
-    file.beat(BEAT)
-    assert os.stat(path).st_mode & 0o777 == 0o600
-    assert os.stat(path.parent).st_mode & 0o777 == 0o700
 
 
 def test_snapshot_that_is_too_large_is_refused(path: Path) -> None:

@@ -13,29 +13,13 @@ from farcall.observe.worker.state_file import StateFile
 pytest.importorskip("prometheus_client")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "reason"),
-    [
-        (
-            "FARCALL_TOKEN",
-            "short",
-            "FARCALL_TOKEN: a token must have at least 16 characters, this one has 5.",
-        ),
-        ("FARCALL_TOKEN_FILE", "/nowhere", "FARCALL_TOKEN_FILE: cannot read the token in '/nowhere'"),
-    ],
-)
 def test_token_that_cannot_be_used_is_an_error_in_one_sentence(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    variable: str,
-    value: str,
-    reason: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     StateFile(tmp_path / "7c2f" / "here.1.1.state").beat(Beat(1, 1.0, 1.0, 0, 0, 0.0))
     monkeypatch.setenv("FARCALL_JOBS_DIR", str(tmp_path))
-    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("FARCALL_TOKEN_FILE", "/nowhere")
     assert main(["metrics", "--job", "7c2f"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"Error: metrics cannot be served: {reason}")
+    assert said.startswith("Error: metrics cannot be served: FARCALL_TOKEN_FILE: cannot read the token in ")
     assert said.count("\n") == 1

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from farcall.observe.format.jobs import find_job
 from farcall.observe.format.layout import Beat
 from farcall.observe.reading.processes import start_of
-from farcall.observe.why.choosing import choose_job
+from farcall.observe.why.choosing import Choice, choose_job
 from farcall.observe.worker.state_file import StateFile
 
 
@@ -46,45 +47,36 @@ def touch(folder: Path, job: str, at: float) -> None:
         os.utime(path, (at, at))
 
 
-@pytest.mark.parametrize("last", ["hangs", "moves", "moves-too"])
-def test_of_live_jobs_the_one_that_hangs_is_chosen_and_the_others_are_named(
-    tmp_path: Path, last: str
+@pytest.mark.parametrize(
+    ("written", "last", "chosen", "others"),
+    [
+        *(
+            ("hangs moves moves-too over", last, "hangs", ("moves-too (moves-too.py)", "moves (moves.py)"))
+            for last in ("hangs", "moves", "moves-too")
+        ),
+        ("moves moves-too", "moves", "moves-too", ("moves (moves.py)",)),
+        ("moves over", "over", "moves", ()),
+        ("over over-too", "over", "over", ()),
+    ],
+)
+def test_of_live_jobs_the_one_that_hangs_is_chosen_and_else_the_newest(
+    tmp_path: Path, written: str, last: str, chosen: str, others: tuple[str, ...]
 ) -> None:
-    leave_job(tmp_path, "hangs", blocked(1, 2), blocked(2, 1), began=100.0)
-    leave_job(tmp_path, "moves", began=200.0)
-    leave_job(tmp_path, "moves-too", began=300.0)
-    leave_job(tmp_path, "over", began=400.0, phase="left")
+    for began, name in enumerate(written.split(), 100):
+        threads = (blocked(1, 2), blocked(2, 1)) if name == "hangs" else ()
+        phase = "left" if name.startswith("over") else "running"
+        leave_job(tmp_path, name, *threads, began=began, phase=phase)
     touch(tmp_path, last, time.time() + 5)
     choice = choose_job(tmp_path, None)
-    assert choice.job.id == "hangs"
-    assert choice.others == ("moves-too (moves-too.py)", "moves (moves.py)")
+    assert (choice.job.id, choice.others) == (chosen, others)
+
+
+def test_other_jobs_that_live_are_named(tmp_path: Path) -> None:
+    for began, name in enumerate(("first", "second", "third")):
+        leave_job(tmp_path, name, began=began)
     said: list[str] = []
-    choice.tell(said.append)
+    choose_job(tmp_path, None).tell(said.append)
     assert said == [
-        "shown: job hangs; --job NAME shows others that run: moves-too (moves-too.py), moves (moves.py)"
+        "shown: job third; --job NAME shows others that run: second (second.py), first (first.py)"
     ]
-
-
-def test_of_jobs_that_move_the_one_that_began_last_is_chosen(tmp_path: Path) -> None:
-    leave_job(tmp_path, "first", began=100.0)
-    leave_job(tmp_path, "second", began=200.0)
-    touch(tmp_path, "first", time.time() + 5)
-    assert choose_job(tmp_path, None).job.id == "second"
-    assert choose_job(tmp_path, "fir").job.id == "first"
-
-
-def test_a_live_job_comes_before_one_that_is_over_and_has_written_later(tmp_path: Path) -> None:
-    leave_job(tmp_path, "runs", began=100.0)
-    leave_job(tmp_path, "over", began=200.0, phase="left")
-    touch(tmp_path, "over", time.time() + 5)
-    choice = choose_job(tmp_path, None)
-    assert (choice.job.id, choice.others) == ("runs", ())
-
-
-def test_of_jobs_that_are_over_the_last_one_is_chosen(tmp_path: Path) -> None:
-    leave_job(tmp_path, "one", began=100.0, phase="left")
-    leave_job(tmp_path, "two", began=200.0, phase="left")
-    touch(tmp_path, "one", time.time() + 5)
-    assert choose_job(tmp_path, None).job.id == "one"
-    with pytest.raises(LookupError, match="no job of this user"):
-        choose_job(tmp_path / "none", None)
+    assert choose_job(tmp_path, "fir") == Choice(find_job(tmp_path, "first"))

@@ -6,8 +6,9 @@ import errno
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,27 @@ def observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Observ
     found.stop("left")
 
 
+class Nothing(list[Any]):
+    """No calls, or requests."""
+
+    opened = begun = 0
+
+    def waiting(self) -> list[Any]:
+        return []
+
+    entered = waiting
+
+
+def agent_with(**extensions: Callable[[], object]) -> Any:
+    """An agent that does nothing, whose extensions show this."""
+    return SimpleNamespace(
+        calls=SimpleNamespace(table=Nothing(), requests=Nothing()),
+        group=SimpleNamespace(peers=SimpleNamespace(all=list)),
+        executor=SimpleNamespace(counts=dict),
+        extensions={name: SimpleNamespace(observed=make) for name, make in extensions.items()},
+    )
+
+
 def state(observer: Observer) -> WorkerState:
     assert observer.path is not None
     return read_worker(observer.path)
@@ -38,31 +60,14 @@ def test_file_is_there_when_the_observer_has_started(observer: Observer) -> None
     assert state(observer).beat is not None
 
 
-def test_look_now_shows_what_has_changed(observer: Observer) -> None:
-    observer.identify(name="other")
-    assert observer.look_now(SOON)
-    assert state(observer).name == "other"
-
-
 def test_part_that_fails_leaves_the_rest_of_the_snapshot(observer: Observer) -> None:
     def fail() -> None:
         raise RuntimeError("dictionary changed size during iteration")
 
-    observer.extra |= {"bad": fail, "good": lambda: [7]}
+    observer.add(agent_with(bad=fail, good=lambda: [7]))
     assert observer.look_now(SOON)
     snapshot = state(observer).snapshot
     assert (snapshot["bad"], snapshot["good"]) == ({"unknown": "RuntimeError"}, [7])
-
-
-def test_worker_whose_file_cannot_be_made_works_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("FARCALL_JOBS_DIR", str(tmp_path / "file"))
-    facts: dict[str, Any] = {"host": socket.gethostname(), "number": 1, "phase": "running"}
-    observer = Observer(facts, "job")
-    observer.start()
-    assert not observer.look_now()
-    assert observer.path is None
-    observer.stop("left")
 
 
 def test_process_that_ends_during_a_look_is_said_to_have_left(observer: Observer) -> None:
@@ -74,7 +79,7 @@ def test_process_that_ends_during_a_look_is_said_to_have_left(observer: Observer
 
     path = observer.path
     assert path is not None
-    observer.extra["slow"] = wait
+    observer.add(agent_with(slow=wait))
     observer.identify(phase="leaving")
     assert looks.wait(SOON)
     ending = threading.Thread(target=observer.stop, args=("left",))
