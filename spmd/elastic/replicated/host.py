@@ -486,8 +486,8 @@ def _lost(name: str, what: str) -> WorkerLostError:
 @allow_function
 def deliver(name: str, identity: int, sender: int, serial: int, to: int, message: Message) -> Answer:
     """See ``Host.receive``; ``to`` is the incarnation that is addressed."""
-    host: Host | None = part(name)
-    if host is None or host.hosts.me != to:
+    host = part(name)
+    if not isinstance(host, Host) or host.hosts.me != to:
         return Refusal.UNFIT, 0
     return host.receive(identity, sender, serial, message)
 
@@ -495,8 +495,8 @@ def deliver(name: str, identity: int, sender: int, serial: int, to: int, message
 @allow_function
 def call(name: str, identity: int, sent: Call, begun: int) -> tuple[str, Any]:
     """See ``Host.call``."""
-    host: Host | None = part(name)
-    if host is None or host.identity != identity:
+    host = part(name)
+    if not isinstance(host, Host) or host.identity != identity:
         return ELSEWHERE, None
     return host.call(sent, begun)
 
@@ -504,6 +504,6 @@ def call(name: str, identity: int, sent: Call, begun: int) -> tuple[str, Any]:
 @allow_function
 def acknowledge(name: str, identity: int, session: int, answered: int) -> None:
     """See ``Host.acknowledge``."""
-    host: Host | None = part(name)
-    if host is not None and host.identity == identity:
+    host = part(name)
+    if isinstance(host, Host) and host.identity == identity:
         host.acknowledge(session, answered)

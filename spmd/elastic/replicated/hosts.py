@@ -7,15 +7,16 @@ import logging
 import threading
 from collections.abc import Iterable
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from rpc.errors import GivenUpError, NameTakenError, RpcError
 from rpc.runtime.current import current_agent
 from rpc.serialization.settings import allow_function
 from spmd.elastic.errors import ElasticError, PutOut
 from spmd.elastic.losses import LOG_SECONDS, Losses
+from spmd.elastic.replicated.order import Copy
 
-__all__ = ["CANDIDATE", "FOUNDING", "MEMBER", "STANDBY", "Hosts", "Status", "hosts", "part"]
+__all__ = ["CANDIDATE", "FOUNDING", "MEMBER", "STANDBY", "Hosts", "Part", "Status", "hosts", "part"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,18 @@ class Status(NamedTuple):
     ready: bool = False
 
 
+class Part(Protocol):
+    """This process's part in one object; see ``host.Host``."""
+
+    description: str
+    copy: Copy
+    offers: set[int]
+    woken: threading.Event
+
+    def status(self) -> Status:
+        """Return what to tell other workers."""
+
+
 class Hosts:
     """The hosts of one agent, and what they know of losses. From any thread."""
 
@@ -62,7 +75,7 @@ class Hosts:
         self.gone: set[int] = set()
         self.lost: set[int] = set()
         self.put_out: str | None = None
-        self.by_name: dict[str, Any] = {}  # each is a ``host.Host``
+        self.by_name: dict[str, Any] = {}  # each is a ``Part``
         self.lines: dict[tuple[str, int], Any] = {}  # of ``handle``
         self.closed = threading.Event()
         self.changed = threading.Condition(threading.RLock())
@@ -179,10 +192,11 @@ def hosts() -> Hosts:
         return found if isinstance(found, Hosts) else Hosts(agent)
 
 
-def part(name: str) -> Any:
-    """Return this process's part in an object, a ``host.Host``, or None."""
+def part(name: str) -> Part | None:
+    """Return this process's part in an object, or None."""
     registry = current_agent().extensions.get(EXTENSION)
-    return registry.by_name.get(name) if isinstance(registry, Hosts) else None
+    found: Part | None = registry.by_name.get(name) if isinstance(registry, Hosts) else None
+    return found
 
 
 @allow_function
@@ -201,5 +215,4 @@ def ask(name: str, description: str | None, candidate: int) -> Status:
     if candidate and host.copy.is_primary:
         host.offers.add(candidate)
         host.woken.set()
-    status: Status = host.status()
-    return status
+    return host.status()
