@@ -116,8 +116,10 @@ def serve(
     if port and port == metrics_port:
         raise ValueError(f"port and metrics_port are both {port}; give metrics one of their own")
     trusted = bool(tokens) or (tls is not None and client_certificates)
-    reached = {host: "call what is served"} | ({} if metrics_port is None else {metrics_host: "read metrics"})
-    for each, could in reached.items():
+    reached = [(host, "call what is served")]
+    if metrics_port is not None:
+        reached.append((metrics_host, "read metrics"))
+    for each, could in reached:
         if each not in LOOPBACK and not trusted and not insecure:
             raise ValueError(
                 f"anyone who reaches {each} could {could}. Give tokens (--token-file), or TLS with "

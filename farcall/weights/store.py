@@ -164,7 +164,12 @@ class Store:
         must not be changed until it is completed. Several are made one after another.
         """
         future: Future[bool] = Future()
-        self._putting.submit(_complete, future, partial(self.put, number, state, part, metadata=metadata))
+        put = partial(self.put, number, state, part, metadata=metadata)
+        try:
+            self._putting.submit(_complete, future, put)
+        except RuntimeError:
+            closed = f"the weight store '{self.name}' is closed: put_async needs an open one"
+            raise WeightsError(closed) from None
         return future
 
     # ---- reading

@@ -279,7 +279,7 @@ class Gathering:
         return self.missing(names, number) if names[0] == self._peers.own.name else [names[0]]
 
     def missing(self, names: Names, number: int) -> list[str]:
-        """Return the workers that have not arrived yet. On the leader."""
+        """Return the workers that have not arrived yet, as far as this worker knows: the leader does."""
         with self._lock:
             state = self._rounds.get((names, number))
             return [] if state is None else [name for name in names if name not in state.objects]

@@ -209,7 +209,7 @@ def start_storeless_agent(
 
 
 def admit(agent: Agent, member: Member) -> None:
-    """Add a member to an agent's storeless group."""
+    """Add a member that another worker has named to an agent's group."""
     AgentNeighbours(agent.group).meet([member])
 
 

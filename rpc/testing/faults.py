@@ -61,6 +61,7 @@ class Rule:
     to: str | None
     what: Callable[[str], bool] | None
     times: float
+    skip: int
     struck: int = field(default=0, init=False)
 
     def matches(self, frame: Callable[[], Frame], kind: int, to: str, asked: Callable[[], str]) -> bool:
@@ -89,6 +90,7 @@ class Faults:
         what: what the message asks for: a function's qualified name, or a predicate on the text; None for
             all.
         times: maximum number of messages that are affected; default: all.
+        skip: number of messages that are let through first.
 
     Example::
 
@@ -138,6 +140,7 @@ class Faults:
         to: str | None = None,
         what: str | Callable[[str], bool] | None = None,
         times: float = INFINITE,
+        skip: int = 0,
     ) -> Rule:
         topic, dot, word = kind.partition(".") if isinstance(kind, str) else ("", "", "")
         number = KINDS.get(kind) if isinstance(kind, str) else kind
@@ -150,6 +153,7 @@ class Faults:
             to,
             what.__eq__ if isinstance(what, str) else what,
             times,
+            skip,
         )
         self.rules.append(rule)
         return rule
@@ -167,8 +171,10 @@ class Faults:
         """
         for rule in self.rules:
             if rule.matches(frame or _no_frame, kind, to, asked):
-                rule.struck += 1
-                return rule.fault
+                if rule.skip == 0:
+                    rule.struck += 1
+                    return rule.fault
+                rule.skip -= 1
         return None
 
     # ---- on an agent

@@ -2,21 +2,15 @@
 
 A policy is called as ``policy(module, recurse, unwrapped_params)``: with ``recurse``, whether to look into
 the module's children; without, whether to wrap the module itself, in which ``unwrapped_params`` numbers are
-not wrapped yet. Those here are PyTorch's; others of ``torch.distributed.fsdp.wrap`` serve as well.
+not wrapped yet. Policies of ``torch.distributed.fsdp.wrap`` are called in the same way and serve as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torch import nn
-from torch.distributed.fsdp.wrap import (
-    always_wrap_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
 
 __all__ = [
     "Policy",
@@ -29,6 +23,57 @@ __all__ = [
 
 Policy: TypeAlias = Callable[..., bool]
 """See above."""
+
+_NEVER_WRAPPED: Final = frozenset({nn.ModuleList, nn.ModuleDict})
+_LEAVES: Final = frozenset({nn.MultiheadAttention})
+
+
+def always_wrap_policy(*_args: Any, **_kwargs: Any) -> bool:
+    """Wraps every module."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, unwrapped_params: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Wraps the modules of which ``lambda_fn(module)`` is true; bind it with ``functools.partial``."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    transformer_layer_cls: Collection[type[nn.Module]],
+) -> bool:
+    """Wraps the modules of these classes, such as a model's layers.
+
+    Example::
+
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={DecoderLayer})
+    """
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: Collection[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
+) -> bool:
+    """Wraps modules with at least this many numbers that are not wrapped yet.
+
+    Args:
+        min_num_params: how many.
+        force_leaf_modules: classes whose children are left alone. Default: ``nn.MultiheadAttention``.
+        exclude_wrap_modules: classes that are not wrapped. Default: lists and dicts of modules.
+    """
+    others = force_leaf_modules if recurse else exclude_wrap_modules
+    if others is None:
+        others = _LEAVES if recurse else _NEVER_WRAPPED
+    return unwrapped_params >= min_num_params and not isinstance(module, tuple(others))
 
 
 def recursive_wrap(

@@ -44,6 +44,9 @@ def test_futures(store: Store) -> None:
         store.get_async(into, newer_than=3, timeout=0).wait()
     with pytest.raises(WeightsError, match="'step' is int"):
         store.put_async(4, {"step": 4}).wait()
+    store.close()
+    with pytest.raises(WeightsError, match="is closed: put_async needs an open one"):
+        store.put_async(4, whole(4))
 
 
 def test_callbacks(store: Store, caplog: pytest.LogCaptureFixture) -> None:

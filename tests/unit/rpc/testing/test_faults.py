@@ -76,6 +76,13 @@ def test_what_is_late_is_overtaken_and_what_is_doubled_comes_twice() -> None:
     assert arrived(there) == [2, 2, 3, 1]
 
 
+def test_the_first_messages_may_be_let_through() -> None:
+    faults = Faults()
+    lost = faults.drop("call", skip=2, times=1)
+    assert arrived(send(faults, *map(call, (1, 2, 3, 4)))[0]) == [1, 2, 4]
+    assert lost.struck == 1
+
+
 def test_what_relies_on_sessions_is_never_doubled() -> None:
     faults = Faults()
     doubled = faults.duplicate()

@@ -7,11 +7,13 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from spmd.fsdp import checkpoint_module
 from spmd.fsdp.wrap import (
     Policy,
     always_wrap_policy,
+    lambda_auto_wrap_policy,
     recursive_wrap,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
@@ -39,9 +41,17 @@ def wrapped(policy: Policy) -> list[str]:
     ("policy", "expected"),
     [
         (always_wrap_policy, ["", "0", "1", "1.0", "1.1"]),
+        (functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.ReLU)), ["1.1"]),
         (functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear}), ["0", "1.0"]),
         (functools.partial(size_based_auto_wrap_policy, min_num_params=9), ["1.0"]),
         (functools.partial(size_based_auto_wrap_policy, min_num_params=10), [""]),
+        (
+            functools.partial(
+                size_based_auto_wrap_policy, min_num_params=10, exclude_wrap_modules={nn.Sequential}
+            ),
+            [],
+        ),
+        (ModuleWrapPolicy({nn.Linear}), ["0", "1.0"]),
     ],
 )
 def test_a_policy_says_what_is_wrapped(policy: Policy, expected: list[str]) -> None:
