@@ -45,7 +45,7 @@ def install(agent: Agent) -> References:
     agent.extensions[EXTENSION] = references
     agent.serializer.register_carrier(RRef, RRefCarrier(references))
     named = agent.extensions[names.EXTENSION] = Names(references, agent.serializer, hooks)
-    ReferenceServer(
+    server = ReferenceServer(
         references,
         named,
         agent.calls,
@@ -56,5 +56,6 @@ def install(agent: Agent) -> References:
         agent.tracing.recording_of,
         DelayedAnswers(agent.mailbox, hooks),
     )
+    hooks.gone.append(server.peer_gone)
     agent.messages.on(FETCHED, partial(created_and_fetched, agent.calls.table), any_thread=True)
     return references

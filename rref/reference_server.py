@@ -80,6 +80,8 @@ class ReferenceServer:
         self._serializer = serializer
         self._recording_of = recording_of
         self._delayed = delayed
+        self._waiting: dict[Request, tuple[RRefId, Value]] = {}
+        """Creations that wait for the object whose method they call, and what they are to create."""
         serializer.allow_function(method_of_object)
         messages.on(CREATE, self._creation_arrived, any_thread=True)
         messages.on(FETCH, self._fetch_arrived, any_thread=True)
@@ -104,9 +106,27 @@ class ReferenceServer:
         target = object_id(header) if header else None
         if target is None:
             return self._requests.accept(request, lambda _: self._run_creation(request, rref, value, None))
-        return self._accept_on_object(
+        self._waiting[request] = rref, value
+        task = self._accept_on_object(
             request, target, lambda on: self._run_creation(request, rref, value, on)
         )
+        if peer.lost is not None:  # before it was among those that wait
+            self._stop_waiting(request)
+        return task
+
+    def peer_gone(self, peer: Peer, reason: str) -> None:
+        """Fail the creations of a lost worker that wait for an object, which may wait for them in turn."""
+        for request in list(self._waiting):
+            if request.peer is peer:
+                self._executor.submit((self._stop_waiting, request))
+
+    def _stop_waiting(self, request: Request) -> None:
+        waiting = self._waiting.pop(request, None)
+        if waiting is not None:
+            rref, value = waiting
+            parked = value.fail(request.peer.lost_error())
+            self._references.finished(rref)
+            self._answer_parked(parked, value)
 
     def _accept_later(self, request: Request, run: Callable[[Request], None]) -> None:
         task = self._requests.accept(request, run)
@@ -223,6 +243,10 @@ class ReferenceServer:
 
     def _run_creation(self, request: Request, rref: RRefId, value: Value, on: Value | None) -> None:
         peer, frame = request.peer, request.frame
+        if on is not None and self._waiting.pop(request, None) is None:  # it failed: its creator is gone
+            if on.turns is not None:
+                on.turns.leave()
+            return
         name = frame.header.get("name") if frame.header else None
 
         def answer(content: Any, error: BaseException | None) -> None:

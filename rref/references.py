@@ -20,6 +20,7 @@ from rpc.agent.agent_calls import Calls
 from rpc.agent.hooks import Hooks
 from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError, is_violation
 from rpc.group.control import Control
+from rpc.group.handshake import legible
 from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
@@ -143,6 +144,7 @@ class References:
         if peer is not None:
             self._lose(peer, f"another worker found it gone: {reason.rpartition(' is gone: ')[2]}")
         else:  # in a dynamic group, it died before it could introduce itself here: never accept it
+            reason = legible(reason)
             self.workers.view.leave(incarnation, reason)
             self.steps.do(self._protocol.peer_lost, incarnation, reason)
 

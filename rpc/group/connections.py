@@ -441,7 +441,7 @@ class Connections:
 
     def lose(self, peer: Peer, reason: str) -> None:
         """Record that a worker is lost, for ``reason``: close its connection and notify the agent, once."""
-        self._lose(peer, reason, left=False)
+        self._lose(peer, legible(reason), left=False)  # it may quote what the worker sent
 
     def goodbye_received(self, peer: Peer, frame: Frame) -> None:
         """Handle the goodbye of a peer that leaves."""
@@ -454,11 +454,13 @@ class Connections:
         level = logging.INFO if left else logging.WARNING
         level = level if self._tells_losses else logging.DEBUG
         me = "" if self._view is None else f"worker '{self._view.me.name}': "
-        logger.log(level, "%sworker '%s' (id %d) is gone: %s", me, peer.name, peer.member.id, reason)
-        connection = peer.gone(reason, left=left)
-        if connection is not None:
-            _drop(connection, reason)
-        self._events.peer_gone(peer, reason)
+        try:
+            logger.log(level, "%sworker '%s' (id %d) is gone: %s", me, peer.name, peer.member.id, reason)
+        finally:  # also if a log handler of the program's raises: nothing loses the worker again
+            connection = peer.gone(reason, left=left)
+            if connection is not None:
+                _drop(connection, reason)
+            self._events.peer_gone(peer, reason)
 
     def connections(self, peers: Iterable[Peer]) -> list[Connection | Listener]:
         """Return all open connections and listeners."""

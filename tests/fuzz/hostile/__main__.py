@@ -17,14 +17,19 @@ import argparse
 import os
 import resource
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from tests.fuzz.hostile import corpus, members
 from tests.fuzz.hostile.campaign import Campaign, Failure
 from tests.fuzz.hostile.cores import TARGETS
 from tests.fuzz.hostile.mutation import packed
+from tests.support.fork_server import ForkServer
+from tests.support.orders import ask
+from tests.support.workers import TIME_LIMIT, RunWorkers, worker_main
 
 TURN_SECONDS = 2.0
 FLOOD_SECONDS = 20.0
@@ -50,44 +55,59 @@ def fuzz_cores(names: Sequence[str], seconds: float, seed: int) -> list[Failure]
 
 def fuzz_agent(seconds: float, seed: int) -> list[Failure]:
     """Attack a real agent; prints what came of it."""
+    server = ForkServer.start(worker_main)
+    try:
+        with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+            runner = RunWorkers(server, Path(folder))
+            failures = attack_agent(runner, seconds, seed)
+            runner.close()
+            return failures
+    finally:
+        server.stop()
+
+
+def attack_agent(run_workers: RunWorkers, seconds: float, seed: int) -> list[Failure]:
+    """Attack a real agent, and look what becomes of it."""
     failures: list[Failure] = []
-    with members.Victim() as victim:
-        attack = members.Attack(victim.at, victim.honest_incarnation, seed)
+    victim = members.Victim(run_workers, seconds + TIME_LIMIT)
+    attack = members.Attack(victim.at, victim.honest_incarnation, seed)
 
-        def look() -> None:
-            attack.honest = victim.honest_incarnation
-            if what := victim.wrong():
-                failures.append(Failure(members.NAME, attack.sent[-1] if attack.sent else b"", what))
-            else:
-                attack.sent.clear()
+    def look() -> None:
+        attack.honest = victim.honest_incarnation
+        if what := victim.wrong():
+            failures.append(Failure(members.NAME, attack.sent[-1] if attack.sent else b"", what))
+        else:
+            attack.sent.clear()
 
-        for data in list(attack.pool):
-            attack.send(data)
-        end = time.monotonic() + seconds
-        flooding = min(FLOOD_SECONDS, seconds / 4)
-        said = 0
-        while not failures and time.monotonic() < end - flooding:
-            attack.send_new(50)
-            look()
-        if not failures:
-            said = attack.flood(flooding)
-            look()
-        if not failures:
-            attack.send(packed([2, *members.EVICTION]))
-            look()
-        left = "" if failures else victim.left()
-        if left:
-            failures.append(Failure(members.NAME, b"", left))
-        after = "" if failures else victim.honest.ask(members.look, members.state)
-        print(
-            f"an agent     {attack.connections:8} connections, {said} messages in floods, "
-            f"{victim.evictions} evictions of the honest member, {len(failures)} failures"
-        )
-        print(f"             before: {victim.before}\n             after:  {after}")
-        for failure in failures:
-            print(victim.victim.log.read_text(errors="replace")[-1000:])
-            for data in attack.sent[-50:]:
-                corpus.add_failure(f"suspects-{members.NAME}", data, failure.what)
+    for data in list(attack.pool):
+        attack.send(data)
+    end = time.monotonic() + seconds
+    flooding = min(FLOOD_SECONDS, seconds / 4)
+    said = 0
+    while not failures and time.monotonic() < end - flooding:
+        attack.send_new(50)
+        look()
+    if not failures:
+        said = attack.flood(flooding)
+        look()
+    if not failures:
+        attack.send(packed([2, *members.EVICTION]))
+        look()
+    left = "" if failures else victim.left()
+    if left:
+        failures.append(Failure(members.NAME, b"", left))
+    after = "" if failures else ask(victim.worker, members.state)
+    print(
+        f"an agent     {attack.connections:8} connections, {said} messages in floods, "
+        f"{victim.evictions} evictions of the honest member, {len(failures)} failures"
+    )
+    print(f"             before: {victim.before}\n             after:  {after}")
+    for failure in failures:
+        print(victim.log()[-1000:])
+        for data in attack.sent[-50:]:
+            corpus.add_failure(f"suspects-{members.NAME}", data, failure.what)
+    if not failures:
+        victim.dismiss()
     return failures
 
 

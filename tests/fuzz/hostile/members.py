@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import rpc
-from rpc.errors import RpcError
 from rpc.runtime.current import current_agent
 from rpc.serialization.codecs import NEUTRAL
 from rpc.serialization.serializer import Serializer
@@ -29,6 +25,8 @@ from rpc.wire.frames import PREAMBLE, Kind, encode
 from tests.fuzz.hostile import corpus
 from tests.fuzz.hostile.mutation import Mutator, packed, unpacked
 from tests.support.hostile import Hostile, Target, target
+from tests.support.orders import add_follower, ask, dismiss, start_followers
+from tests.support.workers import TIME_LIMIT, RunWorkers, WorkersFailed
 
 __all__ = ["Attack", "Victim", "seeds"]
 
@@ -37,6 +35,7 @@ EVICTION: Final = [[Kind.CONTROL, 0, {"batch": [0, [["rref", ["fence", -1_000_00
 
 NAME: Final = "members"
 """Of the corpus."""
+VICTIM_NAME: Final = "worker0"
 ME: Final = -1_000_001
 VICTIM: Final = -1_000_002
 HONEST: Final = -1_000_003
@@ -71,8 +70,15 @@ class Shelf:
         return len(self.things)
 
 
+def allow() -> None:
+    """At the victim: members may have it do this."""
+    rpc.allow_function(count)
+    rpc.allow_class(Shelf)
+    rpc.allow_methods(Shelf, "put")
+
+
 def state() -> dict[str, int]:
-    """Of the victim."""
+    """Of this worker."""
     rss = int((Path("/proc/self/statm")).read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
     return {
         "RSS, MiB": rss,
@@ -82,143 +88,12 @@ def state() -> dict[str, int]:
 
 
 def remembered() -> dict[str, int]:
-    """What a worker knows of references, when what waits for late messages is given up."""
+    """What this worker knows of references, when what waits for late messages is given up."""
     agent = current_agent()
     references = agent.extensions["rref"]
     agent.group.on_loop(references._sweep)
     counts: dict[str, int] = references.counts()
     return {kind: number for kind, number in counts.items() if number}
-
-
-def serve(name: str, folder: str, order: Connection[Any, Any]) -> None:
-    """A worker's process: it joins, and does what comes through the pipe, until that ends."""
-    log = os.open(f"{folder}/{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    for allowed in (count, state, target, remembered):
-        rpc.allow_function(allowed)
-    rpc.allow_class(Shelf)
-    rpc.allow_methods(Shelf, "put")
-    options = rpc.AgentOptions(
-        init_method=f"file://{folder}/meeting",
-        dynamic=True,
-        deserialization="safe" if name == "victim" else "pickle",
-        max_message_bytes=1 << 20,
-    )
-    rpc.init_rpc(name, rpc_backend_options=options)
-    order.send("ready")
-    while True:
-        try:
-            function, arguments = order.recv()
-        except EOFError:
-            break
-        order.send(function(*arguments))
-    rpc.shutdown(graceful=False)
-
-
-def meet() -> Target:
-    """At the honest member: what one needs to know to attack the victim."""
-    at: Target = _at_victim(target)
-    return at
-
-
-def _at_victim(function: Callable[[], Any]) -> Any:
-    return rpc.rpc_sync("victim", function, timeout=PATIENCE)
-
-
-def look(what: Callable[[], Any]) -> Any:
-    """At the honest member: what the victim says of itself; a text if it does not answer."""
-    try:
-        return _at_victim(what)
-    except RpcError as error:
-        return f"the victim does not answer: {error}"
-
-
-def work() -> str:
-    """At the honest member: use the victim; what is wrong."""
-    try:
-        assert rpc.rpc_sync("victim", count, args=("words",), timeout=PATIENCE) == 5
-        shelf = rpc.remote("victim", Shelf, timeout=PATIENCE)
-        assert shelf.rpc_sync(timeout=PATIENCE).put("a thing") == 1
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-class Worker:
-    """A worker's process, from outside."""
-
-    def __init__(self, name: str, folder: str) -> None:
-        self.pipe, theirs = get_context("spawn").Pipe()
-        self.process = get_context("spawn").Process(target=serve, args=(name, folder, theirs), daemon=True)
-        self.log = Path(folder) / f"{name}.log"
-        self.process.start()
-        theirs.close()
-        assert self.pipe.recv() == "ready"
-
-    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``function`` returns there."""
-        self.pipe.send((function, arguments))
-        return self.pipe.recv()
-
-    def end(self) -> int | None:
-        """Let it leave; its exit status, or none if it does not."""
-        self.pipe.close()
-        self.process.join(PATIENCE)
-        status = self.process.exitcode
-        self.process.kill()
-        return status
-
-
-class Victim:
-    """The agent under attack, and the honest member; a context manager."""
-
-    def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="hostile-")
-        self.victim = Worker("victim", self._folder.name)
-        self.evictions = 0
-        self._begin_to_work()
-        self.at: Target = self.honest.ask(meet)
-        self.before: dict[str, int] = self.honest.ask(look, state)
-        return self
-
-    def _begin_to_work(self) -> None:
-        self.honest = Worker(f"honest{self.evictions}", self._folder.name)
-        self.honest_incarnation: int = self.honest.ask(my_incarnation)
-
-    def __exit__(self, *_: object) -> None:
-        for worker in (self.honest, self.victim):
-            worker.end()
-        self._folder.cleanup()
-
-    def wrong(self) -> str:
-        """What is wrong with the victim now: empty if nothing is."""
-        if not self.victim.process.is_alive():
-            return f"the victim has died: {self.victim.process.exitcode}"
-        complaint: str = self.honest.ask(work)
-        if EVICTED in complaint:  # as any member may have it: another comes in its place
-            self.honest.end()
-            self.evictions += 1
-            self._begin_to_work()
-            complaint = self.honest.ask(work)
-        if complaint:
-            return f"the victim does not work: {complaint}"
-        now = self.honest.ask(look, state)
-        if now["RSS, MiB"] - self.before["RSS, MiB"] > GROWTH_MIB:
-            return f"the victim has grown from {self.before['RSS, MiB']} to {now['RSS, MiB']} MiB"
-        for words in DEFECTS:
-            if words in self.victim.log.read_text(errors="replace"):
-                return f"the victim's log says {words!r}"
-        return ""
-
-    def left(self) -> str:
-        """What the victim remembers of references when all members that attacked it are gone."""
-        end = time.monotonic() + PATIENCE
-        while any(found := [self.honest.ask(remembered), self.honest.ask(look, remembered)]):
-            if time.monotonic() > end:
-                return f"the honest and the victim remember {found}"
-            time.sleep(0.1)
-        return ""
 
 
 def my_incarnation() -> int:
@@ -227,13 +102,85 @@ def my_incarnation() -> int:
     return incarnation
 
 
+def work() -> str:
+    """At the honest member: use the victim; what is wrong."""
+    try:
+        assert rpc.rpc_sync(VICTIM_NAME, count, args=("words",), timeout=PATIENCE) == 5
+        shelf = rpc.remote(VICTIM_NAME, Shelf, timeout=PATIENCE)
+        assert shelf.rpc_sync(timeout=PATIENCE).put("a thing") == 1
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Victim:
+    """The agent under attack, and the honest member, for at most so many seconds."""
+
+    def __init__(self, run_workers: RunWorkers, seconds: float = TIME_LIMIT) -> None:
+        self._workers = start_followers(
+            run_workers, 1, seconds, dynamic=True, deserialization="safe", max_message_bytes=1 << 20
+        )
+        self.worker = self._workers[0]
+        ask(self.worker, allow)
+        self.evictions = 0
+        self._begin_to_work()
+        self.at: Target = ask(self.worker, target)
+        self.before: dict[str, int] = ask(self.worker, state)
+
+    def _begin_to_work(self) -> None:
+        self.honest = add_follower(self._workers, dynamic=True, max_message_bytes=1 << 20)
+        self.honest_incarnation: int = ask(self.honest, my_incarnation)
+
+    def wrong(self) -> str:
+        """What is wrong with the victim now: empty if nothing is."""
+        try:
+            complaint = self._complaint()
+            now = ask(self.worker, state)
+        except WorkersFailed as failure:
+            return str(failure)
+        if complaint:
+            return f"the victim does not work: {complaint}"
+        if now["RSS, MiB"] - self.before["RSS, MiB"] > GROWTH_MIB:
+            return f"the victim has grown from {self.before['RSS, MiB']} to {now['RSS, MiB']} MiB"
+        for words in DEFECTS:
+            if words in self.log():
+                return f"the victim's log says {words!r}"
+        return ""
+
+    def _complaint(self) -> str:
+        complaint: str = ask(self.honest, work)
+        if EVICTED in complaint:  # as any member may have it: another comes in its place
+            self.honest.kill()
+            self.evictions += 1
+            self._begin_to_work()
+            complaint = ask(self.honest, work)
+        return complaint
+
+    def left(self) -> str:
+        """What the victim remembers of references when all members that attacked it are gone."""
+        end = time.monotonic() + PATIENCE
+        while any(found := [ask(each, remembered) for each in (self.honest, self.worker)]):
+            if time.monotonic() > end:
+                return f"the honest and the victim remember {found}"
+            time.sleep(0.1)
+        return ""
+
+    def log(self) -> str:
+        """What the victim has printed."""
+        return self.worker.log.read_text(errors="replace")
+
+    def dismiss(self) -> None:
+        """Have both leave gracefully."""
+        dismiss(self._workers)
+
+
 # ---- inputs
 
 
 def seeds() -> list[bytes]:
     """Connections that are well-formed, more or less."""
     calls = Serializer().between(peer_is_safe=True)
-    other: Any = type("Other", (), {"name": "victim", "main": ""})()
+    other: Any = type("Other", (), {"name": VICTIM_NAME, "main": ""})()
     call = [bytes(each) for each in calls.dump_call(count, ("words",), {}, other).buffers]
     made = [bytes(each) for each in calls.dump_call(Shelf, (), {}, other).buffers]
     made[0] = (7).to_bytes(8, "little") + (8).to_bytes(8, "little") + made[0]

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import rpc
-from tests.fuzz.hostile import members
+from tests.fuzz.hostile.members import DEFECTS, Attack, Victim
 from tests.support.effort import EFFORT
-from tests.support.hostile import Target, target
-from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.workers import RunWorkers
 
 
-def prepare() -> int:
-    for allowed in (members.count, members.remembered, target):
-        rpc.allow_function(allowed)
-    return members.my_incarnation()
-
-
-def send_all(at: Target, honest: int) -> int:
-    attack = members.Attack(at, honest)
-    for data in attack.pool:
+def test_an_agent_survives_what_members_and_strangers_send(run_workers: RunWorkers) -> None:
+    victim = Victim(run_workers)
+    attack = Attack(victim.at, victim.honest_incarnation)
+    for data in list(attack.pool):
         attack.send(data)
     attack.send_new(20 * EFFORT)
-    return attack.connections
-
-
-def still_works() -> bool:
-    return bool(rpc.rpc_sync("worker1", members.count, args=("words",)) == 5)
-
-
-def test_an_agent_survives_what_members_and_strangers_send(run_workers: RunWorkers) -> None:
-    workers = start_followers(run_workers, 1, dynamic=True)
-    add_follower(workers, dynamic=True, deserialization="safe")
-    ask(workers[1], prepare)
-    at = ask(workers[1], target)
-    assert ask(workers[0], send_all, at, ask(workers[0], members.my_incarnation)) > 20
-    assert ask(workers[0], still_works)
-    dismiss(workers)
-    log = workers[1].log.read_text()
-    assert not [words for words in members.DEFECTS if words in log]
+    assert attack.connections > 20
+    assert not victim.wrong()
+    assert not victim.left()
+    victim.dismiss()
+    assert not [words for words in DEFECTS if words in victim.log()]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import rpc
+from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
+from tests.support.orders import ask, dismiss, start_followers
 from tests.support.serving import WAIT_SECONDS, in_all, in_standing_group, open_gate, wait_at_gate
-from tests.support.workers import Worker
+from tests.support.workers import RunWorkers, Worker
 
 
 class Actor:
@@ -147,3 +150,43 @@ def test_an_object_that_was_not_made_answers_all() -> None:
     for concurrency in (0, -1, "1", True, 1.0):
         with pytest.raises(ValueError, match="at least 1"):
             wrong("worker1", list, concurrency=concurrency)
+
+
+held: list[Any] = []
+
+
+def hold_a_busy_one() -> None:
+    actor = rpc.remote("worker0", Actor, concurrency=1)
+    held.extend((actor, actor.rpc_async().wait()))
+
+
+def have_worker2_wait_for_its_turn() -> None:
+    rpc.rpc_sync("worker2", wait_for_a_turn, args=(held[0],))
+
+
+def wait_for_a_turn(actor: rpc.RRef[Actor]) -> None:
+    held.append(actor.remote().note("of a lost worker"))
+    rpc.rpc_sync("worker0", len, args=("it has arrived",))
+
+
+def wait_until_worker2_is_lost() -> None:
+    with pytest.raises(WorkerLostError):
+        rpc.rpc_sync("worker2", time.sleep, args=(60,))
+    current_agent().group.on_loop(int)  # all are told of it in one go
+
+
+def what_it_was_called_by() -> list[Any]:
+    calls: list[Any] = held[0].rpc_sync(timeout=10).all()
+    return calls
+
+
+def test_a_creation_of_a_lost_worker_neither_runs_nor_keeps_its_turn(run_workers: RunWorkers) -> None:
+    workers = start_followers(run_workers, 3)
+    ask(workers[1], hold_a_busy_one)
+    workers[0].wait_for("at the gate")
+    ask(workers[1], have_worker2_wait_for_its_turn)
+    workers[2].kill()
+    ask(workers[0], wait_until_worker2_is_lost)
+    ask(workers[0], open_gate, "in a method")
+    assert ask(workers[1], what_it_was_called_by) == []
+    dismiss(workers)

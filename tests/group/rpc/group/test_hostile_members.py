@@ -6,13 +6,14 @@ import re
 import resource
 import socket
 import struct
+import time
 from typing import Any
 
 import rpc
 from rpc.bulk.shared_memory.packing import Message, pack
 from rpc.runtime.current import current_agent
 from rpc.wire.frames import Kind
-from rref.requests import CREATE, name_creation
+from rref.requests import CREATE, method_of_object, name_creation
 from tests.support import backend
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.orders import add_follower, ask, dismiss, start_followers
@@ -44,6 +45,10 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "a fetch of nothing": (frame(33, {}), "does not say which object"),
     "a method of nothing": (frame(34, {"object": "x"}), "names an object by x"),
     "no batch": (frame(Kind.CONTROL, {}), "a malformed batch of control messages: None"),
+    "a batch of several lines": (
+        frame(Kind.CONTROL, {"batch": "\ud800\nworker 'worker0' is gone"}),
+        r"a malformed batch of control messages: \\ud800\\nworker 'worker0' is gone",
+    ),
     "an unknown topic": (frame(Kind.CONTROL, {"batch": [0, [["gossip", 1]]]}), "on topic 'gossip'"),
     "no control message": (
         frame(Kind.CONTROL, {"batch": [0, [7]]}),
@@ -149,6 +154,44 @@ def test_calls_of_a_dead_worker_whose_references_never_arrive_end_with_it(run_wo
     workers = start_group(run_workers)
     at = ask(workers[1], target)
     ask(workers[0], call_with_references_that_never_arrive, at)
+    dismiss(workers)
+    [lost] = workers[1].log_lines()  # what follows from it is not told
+    assert "'evil1' (id 1001) is gone" in lost
+
+
+def create_what_waits_for_itself(at: Target) -> None:
+    own = current_agent().group.peers.own
+    with Hostile(at) as peer:
+        member = peer.newcomer(1)
+        peer.join(member)
+        me = member.incarnation
+        on = {
+            1: (1, {}),
+            2: (2, {"concurrency": 1}),
+            3: (4, {}),
+            4: (3, {}),
+            5: (6, {"concurrency": 1}),
+            6: (5, {}),
+        }
+        for number, (target, limits) in on.items():
+            call = own.codec.dump_call(method_of_object, (), {}, own)
+            name_creation(call, (me, number), (me, 10 + number))
+            header = {"object": [me, target], "method": "append", **limits}
+            peer.say(frame(CREATE, header, call.buffers, number))
+        peer.socket.shutdown(socket.SHUT_WR)
+        peer.hear_all()
+
+
+def wait_until_nothing_is_kept() -> None:
+    while any(current_agent().extensions["rref"].counts().values()):
+        time.sleep(0.01)
+
+
+def test_creations_of_a_dead_worker_that_wait_for_each_other_end_with_it(run_workers: RunWorkers) -> None:
+    workers = start_group(run_workers)
+    at = ask(workers[1], target)
+    ask(workers[0], create_what_waits_for_itself, at)
+    ask(workers[1], wait_until_nothing_is_kept)
     dismiss(workers)
     [lost] = workers[1].log_lines()  # what follows from it is not told
     assert "'evil1' (id 1001) is gone" in lost

@@ -65,6 +65,28 @@ def test_a_worker_that_cannot_be_reached_is_gone_and_the_reason_says_where_it_wa
         left.send(right, 2)
 
 
+class FullDisk(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError("no space left")
+
+
+def test_a_worker_whose_loss_cannot_be_logged_is_gone_all_the_same(make_node: MakeNode) -> None:
+    left, right = pair(make_node)
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    log, handler = logging.getLogger("rpc.group.connections"), FullDisk()
+    log.addHandler(handler)
+    try:
+        with pytest.raises(OSError, match="no space"):
+            left.on_loop(left.connections.lose, left.peers[right.member.incarnation], "it said\na lot")
+    finally:
+        log.removeHandler(handler)
+    assert left.gone == [("right", repr("it said\na lot"))]
+    assert left.open_connections() == []
+    with pytest.raises(WorkerLostError):
+        left.send(right, 2)
+
+
 @pytest.mark.parametrize(
     "address", ["tcp:nowhere", "tcp::port", "tcp:127.0.0.1:99999999", "unix:@" + "x" * 200, "unix:@\udcff"]
 )
