@@ -18,7 +18,7 @@ from dist_autograd.recording import anchor
 from dist_autograd.root import Steps, checked
 from dist_autograd.torch_internals import INTERNALS, NO_AUTOGRAD
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
-from rpc.agent.caller import Caller
+from rpc.agent.calls import Caller
 from rpc.errors import AutogradError, RRefError, with_article
 from rpc.runtime import spans
 from rpc.runtime.blocking import check_may_block

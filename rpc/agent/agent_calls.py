@@ -9,8 +9,7 @@ from typing import Final
 from rpc.agent.activity import Activity
 from rpc.agent.answers import Answers
 from rpc.agent.border import Border
-from rpc.agent.caller import Caller
-from rpc.agent.calls import CallTable
+from rpc.agent.calls import Caller, CallTable
 from rpc.agent.completions import Completions
 from rpc.agent.group import AgentGroup
 from rpc.agent.hooks import Hooks

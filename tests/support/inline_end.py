@@ -149,7 +149,7 @@ class End(Recorder):
 
     def call(self, timeout: float = SOON) -> PendingCall:
         """A call under way, whose message was sent somehow."""
-        return self.agent.calls.open(self.peer, "something", timeout)
+        return self.agent.calls.open(self.peer, "something", timeout, PendingCall)
 
     def reserved(self) -> PendingCall:
         """The same; the current thread is going to read its reply."""
