@@ -25,10 +25,10 @@ from dist_autograd.root import Root, Steps
 from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.activity import Activity
 from rpc.agent.agent_calls import Calls
-from rpc.agent.answers import Request
 from rpc.agent.border import Work
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
+from rpc.agent.received_requests import Request
 from rpc.errors import AutogradError, NotInitializedError, is_violation
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime import spans

@@ -2,7 +2,7 @@
 
 A call is sent on the caller's thread: ``calls`` serializes it, enters it into the table of calls, and
 ``dispatcher`` passes the frame to the peer, which writes it to the socket. All received frames go through
-``dispatcher``, too: a request goes to the executor (``received_requests``, ``answers``), a reply to the
+``dispatcher``, too: a request goes to the executor (``received_requests``), a reply to the
 thread that waits for it (``calls``, ``futures``). The loop only moves bytes: it runs no user code and reads
 no pickles.
 
