@@ -94,7 +94,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
             dist_autograd.backward(context_id, [loss])
     """
     check_arguments("backward", context_id, roots)
-    autograd().backward(context_id, roots, retain_graph)
+    autograd().backwards.run(context_id, roots, retain_graph)
 
 
 def check_arguments(function: str, context_id: Any, roots: Any) -> None:

@@ -27,8 +27,7 @@ from torch import Tensor
 from dist_autograd.contexts import Context
 from dist_autograd.graph import Mark
 from dist_autograd.recording import Origin
-from rpc.agent.caller import Caller
-from rpc.agent.calls import CallTable, PendingCall
+from rpc.agent.calls import Caller, CallTable, PendingCall
 from rpc.agent.dispatcher import Sender
 from rpc.errors import AutogradError, BackwardError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer

@@ -9,7 +9,7 @@ does: on the thread that received it, if that thread reads for itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -21,17 +21,18 @@ from dist_autograd.contexts import Context, Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.progress import Action, Error, Event
 from dist_autograd.recording import Origin
-from dist_autograd.root import Root, Steps
+from dist_autograd.root import Root, Steps, checked
 from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.activity import Activity
 from rpc.agent.agent_calls import Calls
-from rpc.agent.answers import Request
 from rpc.agent.border import Work
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
+from rpc.agent.received_requests import Request
 from rpc.errors import AutogradError, NotInitializedError, is_violation
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime import spans
+from rpc.runtime.blocking import check_may_block
 from rpc.runtime.executor import Executor
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
@@ -93,7 +94,7 @@ class Backwards:
         self._threads: Executor | None = None
         messages.on(kinds.MARK, self._mark_arrived)
         messages.on(kinds.PART, self._part_arrived)
-        messages.on(kinds.WHOLE_PART, self._whole_part_arrived, any_thread=True)
+        messages.on(kinds.WHOLE_PART, partial(self._begun, whole=True), any_thread=True)
         messages.on(kinds.GRADIENTS, self._gradients_arrived, any_thread=True)
         messages.on(kinds.ABORT, self._abort_arrived)
         contexts.on_end(self._context_over)
@@ -106,22 +107,26 @@ class Backwards:
 
     # ---- started here
 
-    def run(self, context: Context, roots: Sequence[Tensor], retain_graph: bool, *steps: Steps) -> None:
-        """Run a backward pass from ``roots``, which have been checked; see ``dist_autograd.backward``.
+    def run(self, context_id: int, roots: Iterable[Any], retain_graph: bool, *steps: Steps) -> None:
+        """See ``dist_autograd.backward``.
 
         Args:
-            steps: the steps that other workers perform.
+            steps: the steps of optimizers that other workers perform at the end of their parts.
         """
-        key = (self._contexts.incarnation, next(self._numbers))
-        own = WorkerPass(context, retain_graph, self._models)
-        root = Root(key, own, self._workers.own, self._messages, self._workers.by_incarnation, *steps)
-        try:
-            self._running[key] = root
-            if context.over:
-                root.fail(self._over_error(context))
-            root.run(roots)
-        finally:
-            self._running.pop(key, None)
+        context = self._contexts.get(context_id)
+        tensors = checked(list(roots))
+        check_may_block()
+        with spans.span("distributed backward", roots=len(tensors)):
+            key = (self._contexts.incarnation, next(self._numbers))
+            own = WorkerPass(context, bool(retain_graph), self._models)
+            root = Root(key, own, self._workers.own, self._messages, self._workers.by_incarnation, *steps)
+            try:
+                self._running[key] = root
+                if context.over:
+                    root.fail(self._over_error(context))
+                root.run(tensors)
+            finally:
+                self._running.pop(key, None)
 
     # ---- started by other workers
 
@@ -165,9 +170,6 @@ class Backwards:
             text = f"worker '{worker}' has no thread for its part of a distributed backward: {reason}"
             self._fail(argument[0], lambda: AutogradError(text))
         function(argument)
-
-    def _whole_part_arrived(self, peer: Peer, frame: Frame) -> Task:
-        return self._begun(peer, frame, whole=True)
 
     def _begun(self, peer: Peer, frame: Frame, *, whole: bool) -> Task:
         """Handle the start of a part; returns the task that runs it."""

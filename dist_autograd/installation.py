@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
 
@@ -15,13 +14,10 @@ from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
 from dist_autograd.propagation import Propagation
 from dist_autograd.recording import anchor
-from dist_autograd.root import Steps, checked
 from dist_autograd.torch_internals import INTERNALS, NO_AUTOGRAD
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
-from rpc.agent.caller import Caller
+from rpc.agent.calls import Caller
 from rpc.errors import AutogradError, RRefError, with_article
-from rpc.runtime import spans
-from rpc.runtime.blocking import check_may_block
 from rpc.runtime.current import current_agent, extension
 from rpc.serialization.serializer import Serializer
 from rref.installation import install as install_references
@@ -46,18 +42,6 @@ class Autograd:
         self.contexts = contexts
         self.backwards = backwards
         self._calls = calls
-
-    def backward(self, context_id: int, roots: Iterable[Any], retain_graph: bool, *steps: Steps) -> None:
-        """See ``dist_autograd.backward``.
-
-        Args:
-            steps: the steps of optimizers that other workers perform at the end of their parts.
-        """
-        context = self.contexts.get(context_id)
-        tensors = checked(list(roots))
-        check_may_block()
-        with spans.span("distributed backward", roots=len(tensors)):
-            self.backwards.run(context, tensors, bool(retain_graph), *steps)
 
     def backward_of(self, rref: Any, context_id: int, retain_graph: bool) -> None:
         """See ``RRef.backward``."""
@@ -96,7 +80,7 @@ def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
     if context_id == -1:
         torch.autograd.backward((root,), retain_graph=retain_graph)
     else:
-        autograd().backward(context_id, [root], retain_graph)
+        autograd().backwards.run(context_id, [root], retain_graph)
 
 
 def _perform_step(references: References, serializer: Serializer, rref: RRefId, context_id: int) -> bool:

@@ -162,33 +162,30 @@ class WorkerPass:
             BaseException: the error of a node, or the error that ended the backward pass elsewhere.
         """
         self._links = links
+        reach = self._reach
         try:
-            self._run_all(roots, gradients)
+            leaves = list(chain.from_iterable(reach.leaves.values()))
+            averaged = self._models.among([leaf.tensor for leaf in leaves]) if self._models.any else []
+            if averaged and self._accumulates(leaves, averaged):
+                with accumulating([leaf.tensor for leaf in leaves], self._models, self) as captured:
+                    self._run_together(roots, gradients, leaves, accumulate=True)
+            else:
+                if reach.separate:
+                    captured = self._run_apart(roots, gradients)
+                else:
+                    captured = self._run_together(roots, gradients, leaves, accumulate=False)
+                if averaged:
+                    captured = self._average(leaves, captured, averaged)
+            self._check_recvs_have_run(reach.recvs, "at the end")
+            if leaves:
+                self._gradients.clear()  # or no gradient that came through would belong to the leaves alone
+                self.context.accumulate(leaves, owned(captured))
         except BaseException as error:
             if not is_interruption(error):
                 self.progress.check()
             raise
         finally:
             del self._links
-
-    def _run_all(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        reach = self._reach
-        leaves = list(chain.from_iterable(reach.leaves.values()))
-        averaged = self._models.among([leaf.tensor for leaf in leaves]) if self._models.any else []
-        if averaged and self._accumulates(leaves, averaged):
-            with accumulating([leaf.tensor for leaf in leaves], self._models, self) as captured:
-                self._run_together(roots, gradients, leaves, accumulate=True)
-        else:
-            if reach.separate:
-                captured = self._run_apart(roots, gradients)
-            else:
-                captured = self._run_together(roots, gradients, leaves, accumulate=False)
-            if averaged:
-                captured = self._average(leaves, captured, averaged)
-        self._check_recvs_have_run(reach.recvs, "at the end")
-        if leaves:
-            self._gradients.clear()  # or no gradient that came through would belong to the leaves alone
-            self.context.accumulate(leaves, owned(captured))
 
     def _accumulates(self, leaves: list[Leaf], averaged: list[int]) -> bool:
         """Whether the engine accumulates gradients while it runs, for models that average them.

@@ -175,7 +175,7 @@ class DistributedOptimizer:
         }
         steps = Steps(dict(addresses.values()))
         try:
-            autograd().backward(context_id, roots, retain_graph, steps)
+            autograd().backwards.run(context_id, roots, retain_graph, steps)
             left = {
                 worker: local
                 for worker, local in optimizers.items()

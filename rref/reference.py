@@ -281,7 +281,7 @@ class RRef(Generic[T]):
             payload, what = self._message(name, args, kwargs, timeout)
             call = caller.request(self._owner, INVOKE, payload, timeout, what)
             call.holds = self  # or its release may overtake the message: one to oneself, or one in chunks
-            future = caller.future(call)
+            future = Future.for_call(call)
         except RuntimeError as error:
             future = Future()
             future.set_exception(error)
@@ -347,7 +347,7 @@ class RRef(Generic[T]):
                 ask.header["type"] = True
                 what = f"the type of {self._described()}"
                 call = shell.calls.request(self._owner, FETCH, ask, timeout, what)
-                kind = shell.calls.future(call)
+                kind = Future.for_call(call)
             self._type = kind
         if not blocking:
             return kind

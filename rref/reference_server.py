@@ -12,9 +12,8 @@ from typing import Any, Final
 
 from rpc.agent.activity import Activity
 from rpc.agent.agent_calls import Calls
-from rpc.agent.answers import Answer, Request
 from rpc.agent.messages import Messages
-from rpc.agent.received_requests import LATER, Call
+from rpc.agent.received_requests import LATER, Answer, Call, Request
 from rpc.agent.tape import Observation, Recording
 from rpc.errors import ProtocolError, RRefError, with_article
 from rpc.group.peer import Peer

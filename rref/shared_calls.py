@@ -44,4 +44,4 @@ class SharedCall:
         what = f"method '{self._method}' of {reference._shown or reference._described()}"
         call = caller.request(reference._owner, INVOKE, payload, 0, what)
         call.holds = reference  # as for any call of a method
-        return caller.future(call)
+        return Future.for_call(call)

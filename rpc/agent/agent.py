@@ -1,8 +1,8 @@
 """The agent: one per process; everything else is built on it. It composes its parts.
 
-A call is sent on the caller's thread: ``caller`` serializes it, enters it into the table of ``calls``, and
+A call is sent on the caller's thread: ``calls`` serializes it, enters it into the table of calls, and
 ``dispatcher`` passes the frame to the peer, which writes it to the socket. All received frames go through
-``dispatcher``, too: a request goes to the executor (``received_requests``, ``answers``), a reply to the
+``dispatcher``, too: a request goes to the executor (``received_requests``), a reply to the
 thread that waits for it (``calls``, ``futures``). The loop only moves bytes: it runs no user code and reads
 no pickles.
 
@@ -20,7 +20,6 @@ from typing import Any
 
 from rpc.agent.activity import Activity
 from rpc.agent.agent_calls import Calls
-from rpc.agent.caller import UNSET_TIMEOUT
 from rpc.agent.completions import Completions
 from rpc.agent.futures import Future
 from rpc.agent.gather import Gathering
@@ -33,7 +32,7 @@ from rpc.agent.reception import Reception
 from rpc.agent.tape import Tracing
 from rpc.group.membership import WorkerReference
 from rpc.group.workers import Member, WorkerInfo
-from rpc.options import AgentOptions
+from rpc.options import UNSET_TIMEOUT, AgentOptions
 from rpc.runtime.current import clear_current_agent
 from rpc.runtime.events import Events
 from rpc.runtime.interrupts import protected
@@ -149,7 +148,7 @@ class Agent:
 
     @rpc_timeout.setter
     def rpc_timeout(self, seconds: float) -> None:
-        self.calls.caller.set_timeout(seconds)
+        self.calls.caller.rpc_timeout = seconds
 
     @protected  # objects beside the payload are either sent or taken back
     def call(
@@ -165,6 +164,7 @@ class Agent:
         payload = caller.dump_call(function, args, kwargs, peer)
         return caller.inquire(peer, Kind.CALL, payload, timeout, function)
 
+    @protected
     def call_async(
         self,
         to: WorkerReference,
@@ -173,8 +173,10 @@ class Agent:
         kwargs: dict[str, Any],
         timeout: float,
     ) -> Future[Any]:
-        """Like ``call``, but return a future of the value immediately."""
-        return self.calls.caller.call_async(to, function, args, kwargs, timeout)
+        """Like ``call``, but return a future of the value immediately. If many calls are under way, it may be
+        sent together with the following.
+        """
+        return Future.for_call(self.calls.caller.call(to, function, args, kwargs, timeout, coalesce=True))
 
     def all_gather(self, value: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
         """See ``rpc.all_gather``."""

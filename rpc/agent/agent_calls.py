@@ -7,15 +7,13 @@ from threading import Thread
 from typing import Final
 
 from rpc.agent.activity import Activity
-from rpc.agent.answers import Answers
 from rpc.agent.border import Border
-from rpc.agent.caller import Caller
-from rpc.agent.calls import CallTable
+from rpc.agent.calls import Caller, CallTable
 from rpc.agent.completions import Completions
 from rpc.agent.group import AgentGroup
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
-from rpc.agent.received_requests import ReceivedRequests
+from rpc.agent.received_requests import Answers, ReceivedRequests
 from rpc.agent.slow_calls import SlowCalls
 from rpc.agent.tape import Tracing
 from rpc.options import AgentOptions

@@ -1,4 +1,8 @@
-"""Calls under way, at their caller: how they end, how threads wait for them, and the table of all calls.
+"""Calls at their caller: how they are made, how threads wait for them, how they end, and the table of all.
+
+A call is serialized on the caller's thread, entered into the table of calls, and sent (``dispatcher``). All
+begin in ``Caller.request``, or in ``inquire`` if the thread waits for the answer at once. At the callee,
+``received_requests`` runs them.
 
 The thread that reads a reply only stores it in the call. A thread that waits for it reads the connection
 itself if no other does; otherwise it waits on a lock of its own. The waiting thread decodes the reply; if no
@@ -12,16 +16,18 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, KeysView, Sequence
 from concurrent.futures import CancelledError
+from functools import partial
+from threading import TIMEOUT_MAX
 from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypeVar
 
 from torch import Tensor, is_grad_enabled
 
 from rpc.agent.activity import Activity
 from rpc.agent.border import Border
 from rpc.agent.dispatcher import Dispatcher, Sender
-from rpc.agent.tape import Tracing
+from rpc.agent.tape import Tracing, note
 from rpc.errors import (
     BlockingCallError,
     MessageLostError,
@@ -30,19 +36,23 @@ from rpc.errors import (
     RpcTimeoutError,
     WorkerLostError,
 )
-from rpc.group.peer import Peer
+from rpc.group.membership import WorkerReference
+from rpc.group.peer import Peer, PeerTable
+from rpc.options import UNSET_TIMEOUT
+from rpc.runtime import interrupts
 from rpc.runtime.blocking import INFINITE, this_thread
 from rpc.runtime.events import Events
-from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.runtime.tasks import COMPLETION, Task
 from rpc.serialization.exception_state import twin
-from rpc.serialization.payload import Connect
+from rpc.serialization.payload import Connect, Payload
 from rpc.serialization.serializer import Serializer
+from rpc.serialization.tracked import stand_ins
 from rpc.transport.base import QueueFull
 from rpc.transport.inline_read import Awaited, Turn
 from rpc.wire.frames import Frame, Kind
 
-__all__ = ["CANCEL", "CallTable", "PendingCall", "name_of"]
+__all__ = ["CANCEL", "CallTable", "Caller", "PendingCall", "name_of"]
 
 C = TypeVar("C", bound="PendingCall")
 
@@ -69,6 +79,177 @@ def name_of(what: object) -> str:
         return f"{what.__module__}.{what.__name__}"  # its qualified name is an internal name of PyTorch
     named = what if isinstance(what, _NAMED_CALLABLES) else type(what)
     return str(named.__qualname__)
+
+
+class Caller:
+    """Makes the calls of one agent, from any thread.
+
+    Args:
+        rpc_timeout: default timeout in seconds; 0 for none.
+        table: the calls under way.
+        peers: the workers.
+        sender: sends the messages.
+
+    Attributes:
+        rpc_timeout: as given, or set since by ``set_rpc_timeout``.
+    """
+
+    def __init__(
+        self,
+        rpc_timeout: float,
+        table: CallTable,
+        peers: PeerTable,
+        sender: Sender,
+        serializer: Serializer,
+        tracing: Tracing,
+        events: Events,
+    ) -> None:
+        self.rpc_timeout = rpc_timeout
+        self._table = table
+        self._peers = peers
+        self._sender = sender
+        self._serializer = serializer
+        self._tracing = tracing
+        self._events = events
+
+    @protected  # objects beside the payload are either sent or taken back
+    def call(
+        self,
+        to: WorkerReference,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        *,
+        coalesce: bool = False,
+    ) -> PendingCall:
+        """Send a call of a function; raises if it cannot be sent.
+
+        Args:
+            timeout: timeout in seconds; 0 for none, ``UNSET_TIMEOUT`` for the default.
+            coalesce: see ``request``.
+        """
+        peer = self._peers.find(to)
+        payload = self.dump_call(function, args, kwargs, peer)
+        return self.request(peer, Kind.CALL, payload, timeout, function, coalesce=coalesce)
+
+    @protected
+    def request(
+        self,
+        peer: Peer,
+        kind: int,
+        payload: Payload,
+        timeout: float,
+        what: object,
+        *,
+        coalesce: bool = False,
+    ) -> PendingCall:
+        """Send any message that is answered by a reply or a failure.
+
+        If the worker is gone, the call fails with ``WorkerLostError``.
+
+        Args:
+            what: describes it for error messages.
+            coalesce: no thread waits for it yet; see ``CallTable.open``.
+        """
+        if not interrupts.are_wrapped:
+            interrupts.ensure_deferred()
+        timeout = self.rpc_timeout if timeout is UNSET_TIMEOUT else self._checked(timeout, payload, peer)
+        call = self._table.open(peer, what, timeout, PendingCall, payload.header, coalesce=coalesce)
+        self.transmit(call, kind, payload)
+        return call
+
+    @protected
+    def inquire(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> Any:
+        """Like ``request``, but wait for the answer, and return its value or raise its error."""
+        timeout = self.rpc_timeout if timeout is UNSET_TIMEOUT else self._checked(timeout, payload, peer)
+        call = self._table.open(peer, what, timeout, PendingCall, payload.header, how="sync")
+        # The thread reads from now on, since the answer may come at once; but sending much data takes long,
+        # and the loop reads meanwhile.
+        reader = peer.reader
+        turn = None if reader is None or len(payload.buffers) > 1 else reader.claim()
+        try:
+            self.transmit(call, kind, payload)
+            call.wait(turn)
+        finally:
+            if turn is not None and turn.left_to_loop is None:  # it was not used
+                turn.reader.leave()
+        return call.result()
+
+    def _checked(self, timeout: float, payload: Payload, peer: Peer) -> float:
+        """Return the timeout of a call; if that is none, take back the objects beside its payload."""
+        try:
+            return self.effective_timeout(timeout)
+        except BaseException:
+            self._serializer.take_back(payload.header, peer)
+            raise
+
+    def transmit(self, call: PendingCall, kind: int, payload: Payload) -> None:
+        """Send the message of a call that is in the table; see ``request``."""
+        try:
+            wait = call.timeout or INFINITE
+            if payload.staging is not None and not call.keeps_place:
+                payload.staging.is_wanted = partial(self._table.is_wanted, call)
+            self._sender.send(call.peer, kind, call.call_id, payload, wait=wait, coalesce=call.coalesced)
+        except BaseException as error:
+            if is_interruption(error):  # even if it is an error of another call, made by a signal handler
+                pass
+            elif isinstance(error, QueueFull):
+                if self._table.drop(call):
+                    call.settle(call.timeout_error())
+                return
+            elif isinstance(error, WorkerLostError):
+                # If the loop has not recorded why the connection is closed, it is about to, and ends the call
+                # then.
+                if call.peer.lost is not None and self._table.drop(call):
+                    call.settle(call.lost_error())
+                return
+            self._table.drop(call)
+            self._table.ended(call, error)
+            raise
+
+    def dump_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
+    ) -> Payload:
+        """Return the message of a call, and the tape's recording of it."""
+        tell = self._events.call_serialized
+        began = 0.0 if tell is None else monotonic()
+        tape = self._tracing.tape
+        recording = None if tape is None or tape.current() is None else tape.calling(peer)
+        if tape is None or recording is None:
+            payload: Payload = peer.codec.dump_call(function, args, kwargs, peer)
+        else:
+            tensors: list[Tensor] = []
+            if recording.tracks:
+                args, kwargs = stand_ins(args, kwargs)
+            payload = peer.codec.dump_call(function, args, kwargs, peer, tracked=tensors)
+            note(tape, recording, tensors, payload.header, peer, self._serializer)
+        if tell is not None:
+            tell(peer.name, function, monotonic() - began, sum(map(len, payload.buffers)))
+        return payload
+
+    def attach(self, header: dict[str, Any], peer: Peer) -> None:
+        """Let the tape add to the header of a request without arguments."""
+        tape = self._tracing.tape
+        recording = None if tape is None or tape.current() is None else tape.calling(peer)
+        if tape is not None and recording is not None:
+            note(tape, recording, [], header, peer, self._serializer)
+
+    def effective_timeout(self, timeout: float) -> float:
+        """Return the timeout that the user gave, or the default; ``TypeError`` or ``ValueError`` if it is not
+        a number of seconds.
+        """
+        try:
+            if timeout == UNSET_TIMEOUT:
+                return self.rpc_timeout
+            if 0 <= timeout <= TIMEOUT_MAX:
+                return timeout
+            if timeout > TIMEOUT_MAX:
+                return 0.0
+        except TypeError:
+            given = f"{type(timeout).__name__} {timeout!r:.60}"
+            raise TypeError(f"a timeout is a number of seconds, 0 for none, not {given}") from None
+        raise ValueError(f"a timeout is a number of seconds, 0 for none, not {timeout}")
 
 
 class PendingCall:
@@ -289,19 +470,6 @@ class CallTable:
         """
         return len(self._pending) + len(self._given_up)
 
-    @overload
-    def open(
-        self,
-        peer: Peer,
-        what: object,
-        timeout: float,
-        *,
-        header: dict[str, Any] | None = None,
-        how: str = "async",
-        coalesce: bool = False,
-    ) -> PendingCall: ...
-
-    @overload
     def open(
         self,
         peer: Peer,
@@ -311,18 +479,7 @@ class CallTable:
         header: dict[str, Any] | None = None,
         how: str = "async",
         coalesce: bool = False,
-    ) -> C: ...
-
-    def open(
-        self,
-        peer: Peer,
-        what: object,
-        timeout: float,
-        kind: type[PendingCall] = PendingCall,
-        header: dict[str, Any] | None = None,
-        how: str = "async",
-        coalesce: bool = False,
-    ) -> PendingCall:
+    ) -> C:
         """Enter a call of a kind, so that its reply will be found.
 
         Args:

@@ -92,10 +92,11 @@ class Future(torch.futures.Future[T]):
 
     @classmethod
     def for_call(cls, call: PendingCall) -> Future[Any]:
-        """Make the future of a call."""
+        """Make the future of a call, which the loop ends at its deadline."""
         future = cls.to_complete(call)
         if call.awaited.outcome is not None:
             call.table.complete_soon(future)
+        call.table.watch(call)
         return future
 
     @classmethod

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from rpc import errors
 from rpc.agent.activity import Activity
-from rpc.agent.caller import UNSET_TIMEOUT, Caller
+from rpc.agent.calls import Caller
 from rpc.agent.departure import Departure
 from rpc.agent.futures import Future
 from rpc.agent.hooks import Hooks
@@ -30,6 +30,7 @@ from rpc.errors import (
     SerializationError,
 )
 from rpc.group.peer import Peer, PeerTable
+from rpc.options import UNSET_TIMEOUT
 from rpc.runtime import waits
 from rpc.runtime.blocking import INFINITE, Event, check_may_block
 from rpc.runtime.current import current_agent
@@ -172,7 +173,9 @@ class Gathering:
         whole = {"objects": objects}
         caller = self._caller
         return objects, {
-            name: caller.call_async(name, _publish, (names, number), whole, call_timeout)
+            name: Future.for_call(
+                caller.call(name, _publish, (names, number), whole, call_timeout, coalesce=True)
+            )
             for name in names[1:]
         }
 
@@ -200,7 +203,8 @@ class Gathering:
         caller = self._caller
         for name in others:
             with contextlib.suppress(RpcError):
-                caller.call_async(name, _fail, (names, number, *_described(told)), {}, UNSET_TIMEOUT)
+                failure = (names, number, *_described(told))
+                Future.for_call(caller.call(name, _fail, failure, {}, UNSET_TIMEOUT, coalesce=True))
         return error
 
     def _await(self, key: Key, state: _Round, timeout: float | None) -> dict[str, Any]:
@@ -261,7 +265,7 @@ class Gathering:
     def _ask(self, name: str, key: Key) -> tuple[list[str], bool]:
         """Ask another worker for its ``state``."""
         answer: Future[tuple[list[str], bool]]
-        answer = self._caller.call_async(name, _state, key, {}, _ANSWER_SECONDS)
+        answer = Future.for_call(self._caller.call(name, _state, key, {}, _ANSWER_SECONDS, coalesce=True))
         return answer.wait()
 
     def state(self, names: Names, number: int) -> tuple[list[str], bool]:

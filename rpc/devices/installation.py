@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rpc.agent.answers import Request
 from rpc.agent.border import Border
+from rpc.agent.received_requests import Request
 from rpc.device_maps import DeviceMap
 from rpc.devices.arrival import DeviceArrival
 from rpc.devices.codecs import CpuToDeviceCodec, SharingCodec

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rpc.agent.caller import Caller
+from rpc.agent.calls import Caller
 from rpc.agent.group import AgentGroup
 from rpc.errors import GroupMismatchError, RpcTimeoutError, WorkerLostError
 from rpc.group.workers import Member

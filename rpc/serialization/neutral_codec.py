@@ -13,12 +13,12 @@ from torch import Tensor
 
 from rpc.errors import SerializationError
 from rpc.runtime.interrupts import is_interruption
-from rpc.serialization import loading, neutral
+from rpc.serialization import neutral
 from rpc.serialization.codecs import NEUTRAL, Args, Call, Function, Kwargs
 from rpc.serialization.failures import cannot_call, cannot_send
 from rpc.serialization.functions import name_of, resolve
-from rpc.serialization.loading import loader
 from rpc.serialization.payload import Connect, Destination, Payload, Tracked
+from rpc.serialization.pickle_codec import load_tensors, loader
 from rpc.serialization.pickler import Read, Reducers
 from rpc.serialization.safe import AllowList
 
@@ -100,7 +100,7 @@ class NeutralCodec:
         """Like ``PickleCodec.dump_tensors``."""
         return self.dumps([None if tensor is None else tensor.detach() for tensor in tensors], to, what=what)
 
-    load_tensors = loading.load_tensors
+    load_tensors = load_tensors
 
     def _try(self, part: Any, to: Destination | None) -> None:
         neutral.dump(part, to, self._reducers, trial=True)

@@ -16,53 +16,140 @@ a tensor, ``tensors`` is its arguments of ``dense``.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import pickle
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from rpc.errors import NoMemoryError, RpcError, SerializationError
 from rpc.runtime.interrupts import is_interruption
-from rpc.serialization import loading
-from rpc.serialization.codecs import PICKLE, Args, Call, Function, Kwargs
-from rpc.serialization.failures import cannot_call, cannot_send
+from rpc.serialization.codecs import PICKLE, Args, Call, Function, Kwargs, Load
+from rpc.serialization.failures import cannot_call, cannot_send, unreadable
 from rpc.serialization.functions import name_of, resolve
-from rpc.serialization.loading import loader
-from rpc.serialization.memory import inline_limit
-from rpc.serialization.payload import Connect, Destination, Payload, Placement, Tracked
-from rpc.serialization.pickler import PROTOCOL, Read, Reducers, dump
+from rpc.serialization.payload import (
+    TRACKED,
+    Arrivals,
+    Connect,
+    Destination,
+    Payload,
+    Placement,
+    Source,
+    Tracked,
+)
+from rpc.serialization.pickler import PROTOCOL, Read, Reducers, dump, load
 from rpc.serialization.placement import of_answers, of_calls
 from rpc.serialization.portable import PortablePickler, PythonUDF
 from rpc.serialization.settings import Settings
-from rpc.serialization.tensors import COMPUTED, dense, plain
+from rpc.serialization.tensors import (
+    COMPUTED,
+    INLINE_LIMITS,
+    NUMBERS,
+    SCALARS,
+    SEQUENCES,
+    SHORT,
+    SMALL_BYTES,
+    WITH_GRAD,
+    Taken,
+    dense,
+    fill_in,
+    is_short_sequence,
+    plain,
+    take_tensors,
+)
+from rpc.serialization.tracked import rebuilt
+from rpc.wire.reassembly import Incomplete
+
+__all__ = ["PickleCodec", "load_tensors", "loader"]
 
 logger = logging.getLogger(__name__)
 
-_NUMBERS: Final = frozenset((NoneType, bool, int, float, complex))
-_SCALARS: Final = _NUMBERS | {str, bytes}
-_SEQUENCES: Final = frozenset((list, tuple))
 _TENSORS: Final = frozenset((Tensor, NoneType))
-_SHORT: Final = 64
-_QUICK_BYTES: Final = 1024
-_WITH_GRAD: Final = 4
-"""Number of arguments of ``dense`` for a tensor that requires grad."""
 
+_inference = torch.is_inference_mode_enabled
 _pickle = pickle.dumps
 _raw = pickle.PickleBuffer.raw
 _NONE: Final = _pickle((None, ()), PROTOCOL)
-_INLINE: Final = [inline_limit(count) for count in range(_SHORT + 1)]
-_INLINE_ALONE: Final = _INLINE[1]
-
-Taken = tuple[Sequence[Any], dict[str, Any], Sequence[Any]]
-"""Arguments with None in place of tensors, and the tensors: positions or keywords, and arguments of
-``dense``.
-"""
-
+_INLINE_ALONE: Final = INLINE_LIMITS[1]
 _NOTHING_TAKEN: Final[Taken] = ((), {}, ())
+
+
+class Reading(Protocol):
+    """A codec that reads records."""
+
+    @property
+    def read(self) -> Read: ...
+
+
+C = TypeVar("C", bound=Reading)
+R = TypeVar("R")
+
+
+def loader(build: Callable[[C, Any, Connect | None], R], what: str) -> Load[R]:
+    """Return a codec's method that reads a message and builds the object that its record describes.
+
+    Args:
+        build: makes the object from the record.
+        what: description of a message for errors, with a placeholder for the sender's name.
+    """
+
+    def loads(
+        self: C,
+        header: dict[str, Any],
+        buffers: Sequence[Any],
+        arrivals: Arrivals | None,
+        source: Source,
+        *,
+        connect: Connect | None = None,
+    ) -> R:
+        if _inference():
+            with torch.inference_mode(False):  # a received tensor does not depend on the reader's mode
+                return loads(self, header, buffers, arrivals, source, connect=connect)
+        if type(buffers) is Incomplete:
+            raise _without_memory(buffers, what.format(source.name))
+        try:
+            if arrivals is None and len(buffers) == 1:
+                return build(self, self.read(buffers[0]), connect)
+            if TRACKED in header:
+                buffers, arrivals = rebuilt(header, buffers, arrivals, connect, self.read)
+            return build(self, load(buffers, arrivals, self.read), connect)
+        except RpcError:
+            raise
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            raise unreadable(error, what.format(source.name)) from error
+
+    return loads  # type: ignore[return-value]  # without ``self``, once it is a method
+
+
+def _without_memory(buffers: Incomplete, what: str) -> NoMemoryError:
+    return NoMemoryError(
+        f"{what} was dropped when it arrived: there was no memory for its {buffers.size:,} bytes "
+        f"({buffers.reason}). Send it in smaller parts, or give the receiving worker more memory"
+    )
+
+
+class _Loading(Protocol):
+    @property
+    def loads(self) -> Load[Any]: ...
+
+
+def load_tensors(codec: _Loading, buffers: Sequence[Any], source: Source) -> list[Tensor | None]:
+    """A codec's method that rebuilds tensors that its ``dump_tensors`` serialized.
+
+    Raises:
+        SerializationError: the message is malformed, or contains something else.
+    """
+    value = codec.loads({}, buffers, None, source)
+    if type(value) is list and (
+        _TENSORS.issuperset(map(type, value)) or all(isinstance(each, Tensor | None) for each in value)
+    ):
+        return value
+    raise SerializationError(f"what worker '{source.name}' sent should be tensors")
 
 
 class PickleCodec:
@@ -93,7 +180,7 @@ class PickleCodec:
             named = name_of(func, to)
             if named is not None:
                 module, name = named
-                taken = _take_tensors(args, kwargs, tracked) if args or kwargs else _NOTHING_TAKEN
+                taken = take_tensors(args, kwargs, tracked) if args or kwargs else _NOTHING_TAKEN
                 if taken is not None:
                     buffers: list[Any] = []
                     pickled = _pickle((module, name, *taken), PROTOCOL, buffer_callback=buffers.append)
@@ -141,7 +228,7 @@ class PickleCodec:
             return func, tuple(args or ()), dict(kwargs or {})
         if tensors:
             args = list(args)
-            self._fill_in(args, kwargs, tensors, connect)
+            fill_in(args, kwargs, tensors, connect)
         return func, tuple(args), kwargs
 
     load_call = loader(_call_of, "a call from worker '{}'")
@@ -161,19 +248,19 @@ class PickleCodec:
         beside it; ``whole``: tensors are not taken out of it.
         """
         kind = type(value)
-        if kind in _SCALARS or (kind in _SEQUENCES and _is_short_sequence(value)):
+        if kind in SCALARS or (kind in SEQUENCES and is_short_sequence(value)):
             return Payload({}, [_NONE if value is None else _pickle((value, ()), PROTOCOL)])
         try:
             if kind is Tensor and not whole:
                 usual = None if value.__dict__ else plain(value, _INLINE_ALONE)
                 if usual is not None:
-                    if tracked is not None and len(usual) == _WITH_GRAD:
+                    if tracked is not None and len(usual) == WITH_GRAD:
                         tracked.append(value)
                     if type(usual[2]) is bytes:  # its elements are copied
                         return Payload({}, [_pickle((None, usual), PROTOCOL)])
                     return _with_buffers((None, usual))
-            elif kind in _SEQUENCES and not whole and (len(value) <= _SHORT or type(value[0]) in _TENSORS):
-                taken = _take_tensors(value, {}, tracked)
+            elif kind in SEQUENCES and not whole and (len(value) <= SHORT or type(value[0]) in _TENSORS):
+                taken = take_tensors(value, {}, tracked)
                 if taken is not None:
                     items, _, tensors = taken
                     return _with_buffers((items if kind is list else tuple(items), tensors))
@@ -196,10 +283,10 @@ class PickleCodec:
         May be called on the agent's loop.
         """
         kind = type(value)
-        if kind in _NUMBERS or ((kind is str or kind is bytes) and len(value) <= _QUICK_BYTES):
+        if kind in NUMBERS or ((kind is str or kind is bytes) and len(value) <= SMALL_BYTES):
             return self.dumps(value, None)
         try:
-            if kind is Tensor and not value.__dict__ and value.is_cpu and value.nbytes <= _QUICK_BYTES:
+            if kind is Tensor and not value.__dict__ and value.is_cpu and value.nbytes <= SMALL_BYTES:
                 usual = plain(value)
                 return None if usual is None else _with_buffers((None, usual))
         except RuntimeError:
@@ -220,7 +307,7 @@ class PickleCodec:
         Raises:
             SerializationError: one of them cannot be sent.
         """
-        taken = _take_tensors(list(tensors), {}, gradients=True)
+        taken = take_tensors(list(tensors), {}, gradients=True)
         if taken is not None:
             return _with_buffers((taken[0], taken[2]))
         seen: set[int] = set()
@@ -237,39 +324,21 @@ class PickleCodec:
                 _tell_of_lost_graph()
             return value
         if value is None:
-            if connect is None or len(tensors) < _WITH_GRAD:
-                if len(tensors) == _WITH_GRAD and tensors[3] == COMPUTED:
+            if connect is None or len(tensors) < WITH_GRAD:
+                if len(tensors) == WITH_GRAD and tensors[3] == COMPUTED:
                     _tell_of_lost_graph()
                 return dense(*tensors)
             return connect([dense(*tensors[:3])])[0]
         items = list(value)
-        self._fill_in(items, {}, tensors, connect)
+        fill_in(items, {}, tensors, connect)
         return items if type(value) is list else tuple(items)
 
     loads = loader(_value_of, "what worker '{}' sent")
 
-    load_tensors = loading.load_tensors
+    load_tensors = load_tensors
 
     def _try(self, part: Any, to: Destination | None, placement: Placement) -> None:
         dump(part, to, self._reducers, trial=True, placement=placement)
-
-    def _fill_in(
-        self, items: list[Any], words: dict[str, Any], tensors: Sequence[Any], connect: Connect | None
-    ) -> None:
-        """Put the tensors that ``_take_tensors`` took out of a message back in their places."""
-        rebuild: Any = dense
-        with_grad: list[tuple[Any, Any]] = []
-        values: list[Tensor] = []
-        for place, usual in tensors:
-            into: Any = words if type(place) is str else items
-            if connect is None or len(usual) < _WITH_GRAD:
-                into[place] = rebuild(*usual)
-            else:
-                with_grad.append((into, place))
-                values.append(rebuild(*usual[:3]))
-        if connect is not None and values:
-            for (into, place), tensor in zip(with_grad, connect(values), strict=True):
-                into[place] = tensor
 
 
 def _record(value: Any, tracked: Tracked) -> tuple[Any, Any]:
@@ -286,53 +355,6 @@ def _tell_of_lost_graph() -> None:
         "dist_autograd.context(): no gradients will flow back through it. Make the call in a context; or, if "
         "no gradients are wanted, compute under torch.no_grad()"
     )
-
-
-def _without_gaps(tensor: Tensor) -> Any:
-    """Return the arguments of ``dense`` for a small tensor with gaps or overlaps, such as the gradient of a
-    sum.
-    """
-    usual = not tensor.__dict__ and tensor.layout is torch.strided and not tensor.is_nested
-    return plain(tensor.contiguous()) if usual and tensor.nbytes <= _QUICK_BYTES else None
-
-
-def _take_tensors(
-    args: Sequence[Any], kwargs: dict[str, Any], tracked: Tracked = None, gradients: bool = False
-) -> Taken | None:
-    """Take usual tensors out of arguments that are otherwise scalars; None if there is anything else. Small
-    ``gradients`` need not arrive with their gaps, and one that occurs twice may arrive as two.
-    """
-    tensors: list[Any] = []
-    taken: list[Tensor] = []
-    items, words = list(args), dict(kwargs)
-    inline = _INLINE[min(len(args) + len(kwargs), _SHORT)]
-    place: Any
-    try:
-        for place, value in itertools.chain(enumerate(args), kwargs.items()):
-            kind = type(value)
-            if kind is Tensor:
-                usual = None if value.__dict__ else plain(value, inline)
-                if usual is None and gradients:
-                    usual = _without_gaps(value)
-                if usual is None:
-                    return None
-                tensors.append((place, usual))
-                taken.append(value)
-                (words if type(place) is str else items)[place] = None
-            elif kind not in _SCALARS and not (kind in _SEQUENCES and _is_short_sequence(value)):
-                return None
-    except RuntimeError:
-        return None  # a tensor inside a torch.func transform; the slow path reports which
-    if len(taken) > 1 and not gradients and len(set(map(id, taken))) < len(taken):
-        return None  # one tensor twice must arrive as one: the pickler's memo ensures it
-    if tracked is not None:
-        tracked += [tensor for tensor in taken if tensor.requires_grad]
-    return items, words, tensors
-
-
-def _is_short_sequence(value: Any) -> bool:
-    """Whether a list or tuple has only scalars, and so few that checking each costs less than a pickler."""
-    return len(value) <= _SHORT and _SCALARS.issuperset(map(type, value))
 
 
 def _with_buffers(record: tuple[Any, ...]) -> Payload:

@@ -9,12 +9,17 @@
 - ``requires_grad`` is kept, gradient history and ``grad`` are not: the tensor arrives as a leaf.
 - The received tensor is writable and, as it shares the received bytes, cannot be resized with ``resize_``.
 
-A tensor is reduced to ``(rebuild, arguments)``; the rebuilding functions below are named in the pickle.
+A tensor is reduced to ``(rebuild, arguments)``; the rebuilding functions below are named in the pickle. Usual
+tensors that are arguments themselves are taken out of a message before it is pickled, and put back after
+(``take_tensors``, ``fill_in``).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from types import NoneType
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +28,8 @@ from torch import Tensor
 
 from rpc.errors import SerializationError
 from rpc.runtime.torch_internals import neg_view
-from rpc.serialization.memory import INLINE_BYTES, bytes_at, layout_of, memory_at, over
+from rpc.serialization.memory import INLINE_BYTES, bytes_at, inline_limit, layout_of, memory_at, over
+from rpc.serialization.payload import Connect, Tracked
 
 _CODES: Final[dict[torch.dtype, str]] = {
     torch.float32: "f",
@@ -43,6 +49,25 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 COMPUTED: Final = 2
 """Value of ``requires_grad`` in ``dense`` for a tensor that is not a leaf at its sender."""
+
+WITH_GRAD: Final = 4
+"""Number of arguments of ``dense`` for a tensor that requires grad."""
+
+NUMBERS: Final = frozenset((NoneType, bool, int, float, complex))
+SCALARS: Final = NUMBERS | {str, bytes}
+SEQUENCES: Final = frozenset((list, tuple))
+SHORT: Final = 64
+"""Maximum number of items of a sequence whose types are checked one by one."""
+
+SMALL_BYTES: Final = 1024
+"""Size in bytes up to which copying takes no notable time."""
+
+INLINE_LIMITS: Final = [inline_limit(count) for count in range(SHORT + 1)]
+
+Taken = tuple[Sequence[Any], dict[str, Any], Sequence[Any]]
+"""Arguments with None in place of tensors, and the tensors: positions or keywords, and arguments of
+``dense``.
+"""
 
 _SMALL_SPAN: Final = 512
 """Maximum number of elements, including gaps, for which gaps of any size are kept."""
@@ -108,6 +133,70 @@ def dense(code: str, shape: tuple[int, ...], data: Any, requires_grad: bool = Fa
     if requires_grad:
         tensor.requires_grad_()
     return tensor
+
+
+def _without_gaps(tensor: Tensor) -> Any:
+    """Return the arguments of ``dense`` for a small tensor with gaps or overlaps, such as the gradient of a
+    sum.
+    """
+    usual = not tensor.__dict__ and tensor.layout is torch.strided and not tensor.is_nested
+    return plain(tensor.contiguous()) if usual and tensor.nbytes <= SMALL_BYTES else None
+
+
+def take_tensors(
+    args: Sequence[Any], kwargs: dict[str, Any], tracked: Tracked = None, gradients: bool = False
+) -> Taken | None:
+    """Take usual tensors out of arguments that are otherwise scalars; None if there is anything else. Small
+    ``gradients`` need not arrive with their gaps, and one that occurs twice may arrive as two.
+    """
+    tensors: list[Any] = []
+    taken: list[Tensor] = []
+    items, words = list(args), dict(kwargs)
+    inline = INLINE_LIMITS[min(len(args) + len(kwargs), SHORT)]
+    place: Any
+    try:
+        for place, value in itertools.chain(enumerate(args), kwargs.items()):
+            kind = type(value)
+            if kind is Tensor:
+                usual = None if value.__dict__ else plain(value, inline)
+                if usual is None and gradients:
+                    usual = _without_gaps(value)
+                if usual is None:
+                    return None
+                tensors.append((place, usual))
+                taken.append(value)
+                (words if type(place) is str else items)[place] = None
+            elif kind not in SCALARS and not (kind in SEQUENCES and is_short_sequence(value)):
+                return None
+    except RuntimeError:
+        return None  # a tensor inside a torch.func transform; the slow path reports which
+    if len(taken) > 1 and not gradients and len(set(map(id, taken))) < len(taken):
+        return None  # one tensor twice must arrive as one: the pickler's memo ensures it
+    if tracked is not None:
+        tracked += [tensor for tensor in taken if tensor.requires_grad]
+    return items, words, tensors
+
+
+def is_short_sequence(value: Any) -> bool:
+    """Whether a list or tuple has only scalars, and so few that checking each costs less than a pickler."""
+    return len(value) <= SHORT and SCALARS.issuperset(map(type, value))
+
+
+def fill_in(items: list[Any], words: dict[str, Any], tensors: Sequence[Any], connect: Connect | None) -> None:
+    """Put the tensors that ``take_tensors`` took out of a message back in their places."""
+    rebuild: Any = dense
+    with_grad: list[tuple[Any, Any]] = []
+    values: list[Tensor] = []
+    for place, usual in tensors:
+        into: Any = words if type(place) is str else items
+        if connect is None or len(usual) < WITH_GRAD:
+            into[place] = rebuild(*usual)
+        else:
+            with_grad.append((into, place))
+            values.append(rebuild(*usual[:3]))
+    if connect is not None and values:
+        for (into, place), tensor in zip(with_grad, connect(values), strict=True):
+            into[place] = tensor
 
 
 def reduce_strided(tensor: Tensor, requires_grad: bool, departing: Any = None) -> tuple[Any, ...]:

@@ -72,6 +72,9 @@ class Owner:
     def answered(self, call: PendingCall) -> None:
         self.open.pop(call.call_id, None)
 
+    def watch(self, call: PendingCall) -> None:
+        pass
+
     def complete_soon(self, *futures: Future[Any]) -> None:
         for future in futures:
             self.executor.submit((future.complete, None))

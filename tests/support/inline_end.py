@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from rpc.agent.answers import Request
 from rpc.agent.calls import CallTable, PendingCall
 from rpc.agent.dispatcher import Dispatcher
+from rpc.agent.received_requests import Request
 from rpc.group.peer import Peer
 from rpc.runtime.events import Events
 from rpc.runtime.loop import LoopThread
@@ -149,7 +149,7 @@ class End(Recorder):
 
     def call(self, timeout: float = SOON) -> PendingCall:
         """A call under way, whose message was sent somehow."""
-        return self.agent.calls.open(self.peer, "something", timeout)
+        return self.agent.calls.open(self.peer, "something", timeout, PendingCall)
 
     def reserved(self) -> PendingCall:
         """The same; the current thread is going to read its reply."""

@@ -10,10 +10,9 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 from farcall.observe.worker.frames import collection_paused, frames_of_others, variables_of
-from rpc.agent.answers import Request
 from rpc.agent.calls import PendingCall, name_of
 from rpc.agent.futures import Future
-from rpc.agent.received_requests import ReceivedRequests
+from rpc.agent.received_requests import ReceivedRequests, Request
 from rpc.agent.waiting import as_completed
 from rpc.runtime.code_folders import is_users
 

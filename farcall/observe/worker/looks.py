@@ -29,8 +29,8 @@ from farcall.observe.worker.frames import (
 )
 from farcall.observe.worker.locks import awaited_object, holder_of, is_lock, kind_of
 from rpc.agent.agent import Agent
-from rpc.agent.answers import Request
 from rpc.agent.calls import PendingCall, name_of
+from rpc.agent.received_requests import Request
 from rpc.group.peer import Peer
 from rpc.runtime import waits
 from rpc.runtime.code_folders import is_users

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 import rpc
-from rpc.agent import caller
+from rpc.agent import calls
 from rpc.agent.agent import Agent
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import interruptible, protected
@@ -73,7 +73,7 @@ def test_interruptions_leave_nothing() -> None:
 # ---- at every instruction
 
 
-FILES: Final = {module.__file__ for module in (caller, carrier, pickle_codec, pickler, reference)}
+FILES: Final = {module.__file__ for module in (calls, carrier, pickle_codec, pickler, reference)}
 STRIDE: Final = 5
 """What is left undone by an interruption is so for longer than this many instructions."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rpc.agent.answers import Request
+from rpc.agent.received_requests import Request
 from rpc.agent.tape import Tracing
 from rpc.runtime.executor import Task
 from rpc.serialization.serializer import Serializer

@@ -14,6 +14,7 @@ import torch
 
 import rpc
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
+from rpc.agent.futures import Future
 from rpc.errors import NotInitializedError, RpcError, WorkerLostError
 from rpc.runtime.current import clear_current_agent, current_agent
 from rref.value import Value
@@ -174,7 +175,7 @@ def make_a_future_as_another_thread_leaves(worker: Worker) -> None:
     agent: Agent = current_agent()
     call = agent.calls.caller.call(worker.name, wait_to_be_made, (), {}, UNSET_TIMEOUT)
     rpc.shutdown(graceful=False)
-    future = agent.calls.caller.future(call)
+    future = Future.for_call(call)
     with pytest.raises(NotInitializedError, match="RPC has been shut down"):
         torch.futures.wait_all([future])
     made.set()

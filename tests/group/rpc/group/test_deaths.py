@@ -287,7 +287,7 @@ def be_called_by_the_dead(worker: Worker) -> int:
             levels.append(record.levelno)
             told.set()
 
-    log = logging.getLogger("rpc.agent.answers")
+    log = logging.getLogger("rpc.agent.received_requests")
     log.setLevel(logging.INFO)
     log.addHandler(Told())
     worker.join(rpc_timeout=0)

@@ -67,7 +67,7 @@ class Kept(logging.Handler):
 def test_what_a_callee_raises_is_in_its_log() -> None:
     records: list[logging.LogRecord] = []
     handler = Kept(records)
-    log = logging.getLogger("rpc.agent.answers")
+    log = logging.getLogger("rpc.agent.received_requests")
     log.addHandler(handler)
     for level in (logging.INFO, logging.DEBUG):
         log.setLevel(level)
@@ -87,7 +87,7 @@ def test_what_a_callee_raises_is_in_its_log() -> None:
 def test_log_of_a_failed_call_names_no_function_of_ours() -> None:
     records: list[logging.LogRecord] = []
     handler = Kept(records)
-    log = logging.getLogger("rpc.agent.answers")
+    log = logging.getLogger("rpc.agent.received_requests")
     log.addHandler(handler)
     failing_objects()
     named = {re.sub(r".*?: (.*), called by .*", r"\1", record.getMessage()) for record in records}
@@ -102,7 +102,7 @@ def fail_at_length() -> None:
 def test_log_of_a_failed_call_is_short_since_the_caller_gets_all_of_the_error() -> None:
     records: list[logging.LogRecord] = []
     handler = Kept(records)
-    log = logging.getLogger("rpc.agent.answers")
+    log = logging.getLogger("rpc.agent.received_requests")
     log.addHandler(handler)
     with pytest.raises(LookupError) as caught:
         rpc.rpc_sync("worker0", fail_at_length)

@@ -53,9 +53,8 @@ def table(clockwork: Any, owner: Any) -> CallTable:
 
 def watched(table: CallTable, timeout: float) -> PendingCall:
     """A call with a future, as ``rpc_async`` makes it."""
-    call = table.open(peer(), "what", timeout)
+    call = table.open(peer(), "what", timeout, PendingCall)
     Future.for_call(call)
-    table.watch(call)
     return call
 
 
@@ -117,7 +116,7 @@ def test_the_alarm_is_not_set_again_once_all_calls_were_answered(
 
 
 def test_a_blocking_call_is_left_to_the_thread_that_waits(table: CallTable, clockwork: Clockwork) -> None:
-    blocking = table.open(peer(), "blocking", 1.0)
+    blocking = table.open(peer(), "blocking", 1.0, PendingCall)
     watched(table, 2.0)
     clockwork.advance(3.0)
     assert not blocking.done()
@@ -162,7 +161,7 @@ def test_a_call_that_keeps_its_place_still_gets_its_late_reply(
 def test_ctrl_c_while_the_alarm_is_set_lets_no_deadline_pass(clockwork: Any, owner: Any) -> None:
     for number in itertools.count(1):
         table = table_of(clockwork, owner.run_soon)
-        first = table.open(peer(), "what", 2.0)
+        first = table.open(peer(), "what", 2.0, PendingCall)
         interrupted = interrupted_at_check(number, functools.partial(table.watch, first))
         clockwork.advance(2.5)
         assert first.done() == first.watched, number
@@ -180,7 +179,7 @@ def test_ctrl_c_while_the_alarm_is_set_lets_no_deadline_pass(clockwork: Any, own
 def test_a_call_given_up_counts_as_under_way_until_its_answer_comes_late(
     table: CallTable, clockwork: Clockwork
 ) -> None:
-    timed_out, interrupted = watched(table, 1.0), table.open(peer(), "blocking", 0)
+    timed_out, interrupted = watched(table, 1.0), table.open(peer(), "blocking", 0, PendingCall)
     clockwork.advance(2.0)
     assert table.give_up(interrupted)
     assert len(table) == 0
@@ -195,18 +194,18 @@ def test_a_call_given_up_counts_as_under_way_until_its_answer_comes_late(
 def test_a_call_given_up_no_longer_counts_when_its_callee_is_gone(table: CallTable) -> None:
     here, there = peer("here", 1), peer("there", 2)
     for to in (here, there):
-        table.give_up(table.open(to, "what", 0))
+        table.give_up(table.open(to, "what", 0, PendingCall))
     assert table.take_all(here) == []
     assert table.unanswered() == 1
     there.gone("it died")
     table.take_all(there)
-    late = table.open(there, "what", 0)
+    late = table.open(there, "what", 0, PendingCall)
     assert table.give_up(late)
     assert table.unanswered() == 0
 
 
 def test_a_call_that_has_just_ended_cannot_be_given_up(table: CallTable) -> None:
-    call = table.open(peer(), "what", 0)
+    call = table.open(peer(), "what", 0, PendingCall)
     assert table.take(call.call_id) is call
     assert not table.give_up(call)
     assert table.unanswered() == 0

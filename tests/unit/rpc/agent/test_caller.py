@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rpc.agent.caller import Caller
-from rpc.agent.calls import PendingCall
+from rpc.agent.calls import Caller, PendingCall
 from rpc.agent.tape import Tracing
 from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rpc.agent.calls import PendingCall
 from rpc.agent.dispatcher import Dispatcher
 from rpc.errors import ProtocolError
 from rpc.runtime.events import Events
@@ -181,7 +182,7 @@ def test_a_kind_has_one_handler(end: End) -> None:
 
 
 def test_an_answer_to_a_call_that_another_worker_got_is_malformed_and_the_call_goes_on(end: End) -> None:
-    call = end.agent.calls.open(peer("other"), "what", 0)
+    call = end.agent.calls.open(peer("other"), "what", 0, PendingCall)
     for count, _ in enumerate(both_ways(end, [Frame(Kind.REPLY, call.call_id, {}, [b""])]), 1):
         assert len(end.agent.lost) == count
         assert "an answer to a call that worker 'other' got" in end.agent.lost[-1]

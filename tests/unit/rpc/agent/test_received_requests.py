@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from rpc.agent.answers import Answers, Request
-from rpc.agent.received_requests import LATER, ReceivedRequests
+from rpc.agent.received_requests import LATER, Answers, ReceivedRequests, Request
 from rpc.agent.tape import Tracing
 from rpc.errors import MessageLostError, NotInitializedError
 from rpc.runtime.events import Events

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from farcall.observe.worker.call_frames import running
-from rpc.agent.answers import Request
-from rpc.agent.received_requests import ReceivedRequests
+from rpc.agent.received_requests import ReceivedRequests, Request
 from rpc.agent.tape import Tracing
 from rpc.runtime.events import Events
 from rpc.wire.frames import Frame, Kind
