@@ -109,8 +109,7 @@ class Exchange:
             WorkerLostError: the other process has ended.
         """
         member = Member.from_wire(source)
-        if self._agent.group.peers.view.find(member.incarnation) is None:
-            admit(self._agent, member)
+        admit(self._agent, member)
         return self._agent.call_async(member.name, _offered, (self._meeting.group, key), {}, timeout)
 
 

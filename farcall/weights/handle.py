@@ -354,8 +354,7 @@ class Handle:
         each other only through the store.
         """
         member = Member.from_wire(wire)
-        if self.agent.group.peers.view.find(member.incarnation) is None:
-            admit(self.agent, member)
+        admit(self.agent, member)
         return member
 
     @contextlib.contextmanager

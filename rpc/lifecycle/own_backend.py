@@ -209,8 +209,9 @@ def start_storeless_agent(
 
 
 def admit(agent: Agent, member: Member) -> None:
-    """Add a member to an agent's storeless group."""
-    AgentNeighbours(agent.group).meet([member])
+    """Add a member to an agent's storeless group, unless it is there, or is this one."""
+    if agent.group.peers.view.find(member.incarnation) is None:
+        AgentNeighbours(agent.group).meet([member])
 
 
 def _make(
