@@ -1,8 +1,8 @@
 """The transport: one endpoint, with one peer.
 
-The transports of a process have an agent in common, beside any that the program has. Those of one user on one
-host need no secret. On several hosts they need ``FARCALL_TOKEN``, as workers do, and ``MASTER_ADDR``, by which
-each finds the address to listen at.
+The transports of a process have an agent in common, beside any that the program has. Those of one user on
+one host need no secret. On several hosts they need ``FARCALL_TOKEN``, as workers do, and ``MASTER_ADDR``, by
+which each finds the address to listen at.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class FarcallTransport(Transport):  # type: ignore[misc]
 
     def bind(self, *, timeout: float | None = None) -> bytes:
         self._check_open()
-        return json.dumps({"endpoint": self.endpoint, "process": self._agent.group.peers.view.me.to_wire()}).encode()
+        return json.dumps(
+            {"endpoint": self.endpoint, "process": self._agent.group.peers.view.me.to_wire()}
+        ).encode()
 
     def connect(self, peer_url: bytes, *, timeout: float | None = None) -> int:
         self._check_open()

@@ -72,7 +72,7 @@ class Keeper:
         self.id = new_id()
         self.agent = agent
         self.own = Who(agent.info.name, agent.incarnation)
-        self._run_soon = agent.calls.completions.run_soon
+        self._run_soon = agent.executor.submit_batch
         self._catalogue = Catalogue(name)
         self._keep = 0
         self._segments = Segments(self._run_soon)
