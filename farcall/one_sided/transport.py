@@ -336,8 +336,8 @@ def _enter(transport: FarcallTransport) -> Agent:
     with _transports_lock:
         if _agent is None:
             host, _ = listen_address(os.environ.get("MASTER_ADDR"))
-            options = AgentOptions(listen=f"[{host}]" if ":" in host else host)
-            _agent = start_storeless_agent(f"one-sided-{secrets.token_hex(8)}", _GROUP, options)
+            name = f"one-sided-{secrets.token_hex(8)}"
+            _agent = start_storeless_agent(name, _GROUP, AgentOptions(listen=host))
             atexit.register(_agent.close, _ENDED)
         _transports[transport.endpoint] = transport
         return _agent

@@ -69,7 +69,7 @@ class Exchange:
     def __init__(self, meeting: Meeting, host: str) -> None:
         self._meeting = meeting
         self._offered: dict[str, list[torch.Tensor]] = {}
-        options = AgentOptions(listen=f"[{host}]" if ":" in host else host, token=meeting.token)
+        options = AgentOptions(listen=host, token=meeting.token)
         self._agent: Agent = start_storeless_agent(f"ray-{secrets.token_hex(8)}", meeting.group, options)
         atexit.register(self._agent.close, "its process has ended")
 
