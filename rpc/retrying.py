@@ -117,7 +117,7 @@ class Returns:
 
     def _run_soon(self, function: Callable[[Any], object], argument: Any) -> None:
         # If the executor ends before this has run, ``_closed`` finds the wait.
-        self._agent.calls.completions.run_soon([(function, argument)])
+        self._agent.executor.submit((function, argument))
 
     def _back(self, name: str) -> None:
         for wait in self._take_all(name):

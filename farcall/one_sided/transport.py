@@ -1,10 +1,17 @@
-"""The transport: one endpoint, with one peer."""
+"""The transport: one endpoint, with one peer.
+
+The transports of a process have an agent in common, beside any that the program has. Those of one user on
+one host need no secret. On several hosts they need ``FARCALL_TOKEN``, as workers do, and ``MASTER_ADDR``, by
+which each finds the address to listen at.
+"""
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import math
+import os
 import secrets
 import threading
 import time
@@ -15,6 +22,7 @@ from typing import Any, Final
 import torch
 from torch.distributed import Work
 
+import rpc  # noqa: F401  # whole, before its parts: several threads may import them at once
 from farcall.one_sided.memory import (
     FarcallMemory,
     FarcallMemoryView,
@@ -22,11 +30,20 @@ from farcall.one_sided.memory import (
     FarcallRemoteBuffer,
     Region,
 )
-from farcall.one_sided.node import enter, leave
 from farcall.one_sided.torch_internals import Transport, wait_all
+from rpc.agent.agent import Agent
 from rpc.agent.futures import Future
+from rpc.errors import RpcError
+from rpc.group.workers import Member
+from rpc.lifecycle.own_backend import admit, start_storeless_agent
+from rpc.options import AgentOptions
+from rpc.rendezvous.address import listen_address
 
 __all__ = ["FarcallTransport"]
+
+_GROUP: Final = "farcall one-sided"
+
+_ENDED: Final = "it has closed its transports"
 
 _SECONDS: Final = 30.0
 
@@ -54,7 +71,7 @@ class FarcallTransport(Transport):  # type: ignore[misc]
         self._pending: set[_TransferWork] = set()
         self._peer: tuple[str, str] | None = None
         self._closed = False
-        self._node = enter(self.endpoint, self)
+        self._agent = _enter(self)
 
     @staticmethod
     def supported() -> bool:
@@ -64,7 +81,9 @@ class FarcallTransport(Transport):  # type: ignore[misc]
 
     def bind(self, *, timeout: float | None = None) -> bytes:
         self._check_open()
-        return json.dumps({"endpoint": self.endpoint, "process": self._node.me}).encode()
+        return json.dumps(
+            {"endpoint": self.endpoint, "process": self._agent.group.peers.view.me.to_wire()}
+        ).encode()
 
     def connect(self, peer_url: bytes, *, timeout: float | None = None) -> int:
         self._check_open()
@@ -72,7 +91,9 @@ class FarcallTransport(Transport):  # type: ignore[misc]
             raise RuntimeError("transport is already connected")
         try:
             found = json.loads(peer_url)
-            self._peer = self._node.meet(found["process"]), str(found["endpoint"])
+            member = Member.from_wire(found["process"])
+            admit(self._agent, member)
+            self._peer = member.name, str(found["endpoint"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"not what bind() of a transport of farcall's returns: {error}") from None
         return 0
@@ -131,20 +152,21 @@ class FarcallTransport(Transport):  # type: ignore[misc]
     def write(
         self, local_buffer: Any, remote_buffer: Any, *, async_op: bool = False, timeout: float | None = None
     ) -> int | Work:
-        peer = self._check(local_buffer, remote_buffer, FarcallMemoryView)
+        worker, endpoint = self._check(local_buffer, remote_buffer, FarcallMemoryView)
 
         def begin(data: torch.Tensor) -> Future[Any]:
-            return self._node.put(*peer, remote_buffer.region, data)
+            return self._agent.call_async(worker, _put, (endpoint, remote_buffer.region, data), {}, 0.0)
 
         return self._transfer(local_buffer, begin, lambda _: None, async_op, timeout)
 
     def read(
         self, local_buffer: Any, remote_buffer: Any, *, async_op: bool = False, timeout: float | None = None
     ) -> int | Work:
-        peer = self._check(local_buffer, remote_buffer, FarcallMutableMemoryView)
+        worker, endpoint = self._check(local_buffer, remote_buffer, FarcallMutableMemoryView)
 
         def begin(data: torch.Tensor) -> Future[Any]:
-            return self._node.get(*peer, remote_buffer.region, data.nbytes)
+            asked = endpoint, remote_buffer.region, data.nbytes
+            return self._agent.call_async(worker, _get, asked, {}, 0.0)
 
         def end(found: torch.Tensor) -> None:
             local_buffer.data().copy_(found)
@@ -225,7 +247,7 @@ class FarcallTransport(Transport):  # type: ignore[misc]
         for region in self._regions.values():
             region.active = False
         self._regions.clear()
-        leave(self.endpoint)
+        _leave(self.endpoint)
         self._peer = None
 
     def close(self, *, timeout: float | None = None) -> None:
@@ -301,3 +323,47 @@ class _TransferWork(Work):
 def _check_timeout(timeout: float) -> None:
     if not math.isfinite(timeout) or timeout < 0:
         raise ValueError(f"timeout must be finite and non-negative, got {timeout}")
+
+
+_transports_lock: Final = threading.RLock()  # a finalizer that runs while it is held may close a transport
+_transports: Final[dict[str, FarcallTransport]] = {}
+_agent: Agent | None = None
+
+
+def _enter(transport: FarcallTransport) -> Agent:
+    """Let peers reach a transport; returns the process's agent, which the first of them starts."""
+    global _agent
+    with _transports_lock:
+        if _agent is None:
+            host, _ = listen_address(os.environ.get("MASTER_ADDR"))
+            name = f"one-sided-{secrets.token_hex(8)}"
+            _agent = start_storeless_agent(name, _GROUP, AgentOptions(listen=host))
+            atexit.register(_agent.close, _ENDED)
+        _transports[transport.endpoint] = transport
+        return _agent
+
+
+def _leave(endpoint: str) -> None:
+    """Forget a transport. The last of them ends the agent."""
+    global _agent
+    with _transports_lock:
+        if _agent is None or _transports.pop(endpoint, None) is None or _transports:
+            return
+        ended, _agent = _agent, None
+    atexit.unregister(ended.close)
+    ended.close(_ENDED)
+
+
+def _find(endpoint: str) -> FarcallTransport:
+    found = _transports.get(endpoint)
+    if found is None:
+        raise RpcError(f"the peer's transport {endpoint} is closed")
+    return found
+
+
+def _put(endpoint: str, region: int, data: torch.Tensor) -> None:
+    _find(endpoint).put(region, data)
+
+
+def _get(endpoint: str, region: int, length: int) -> torch.Tensor:
+    return _find(endpoint).get(region, length)

@@ -69,7 +69,7 @@ class Exchange:
     def __init__(self, meeting: Meeting, host: str) -> None:
         self._meeting = meeting
         self._offered: dict[str, list[torch.Tensor]] = {}
-        options = AgentOptions(listen=f"[{host}]" if ":" in host else host, token=meeting.token)
+        options = AgentOptions(listen=host, token=meeting.token)
         self._agent: Agent = start_storeless_agent(f"ray-{secrets.token_hex(8)}", meeting.group, options)
         atexit.register(self._agent.close, "its process has ended")
 
@@ -109,8 +109,7 @@ class Exchange:
             WorkerLostError: the other process has ended.
         """
         member = Member.from_wire(source)
-        if self._agent.group.peers.view.find(member.incarnation) is None:
-            admit(self._agent, member)
+        admit(self._agent, member)
         return self._agent.call_async(member.name, _offered, (self._meeting.group, key), {}, timeout)
 
 

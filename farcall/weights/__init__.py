@@ -10,11 +10,11 @@
 
 ``docs/weights.md`` has a page for users. The files, from the lowest:
 
-- ``blocks``, ``layout``, ``assembly``, ``pieces``, ``delta``: which block of a tensor a process has, how a
+- ``blocks``, ``layout``, ``assembly``, ``delta``: which block of a tensor a process has, how a
   version lies in memory, the parts that make it up, and what has changed between two. Pure.
 - ``versions``, ``catalogue``, ``hosts``: the life of a version, the versions of a store, and the host from
   which each other host gets them. Pure.
-- ``memory``, ``segments``: shared memory, and that of a store.
+- ``memory``: the shared memory of a store.
 - ``node``: what an agent keeps, and how others ask it.
 - ``keeper``: the process that keeps a store; ``transfer``, ``handle``: what readers and writers copy and ask.
 - ``copies``: the processes that have a copy of a store; ``replication``, ``successors``: the second copy.

@@ -18,7 +18,7 @@ from typing import Any, Final
 from farcall.weights.assembly import Assembly, Declared
 from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Spec
-from farcall.weights.versions import Freed, Lease, State, Version, Who, Writer, check_tag, checked_metadata
+from farcall.weights.versions import Freed, Lease, Version, Who, Writer, check_tag, checked_metadata
 
 __all__ = ["MOST_PARTS", "MOST_TAGS", "Catalogue"]
 
@@ -126,7 +126,7 @@ class Catalogue:
             WeightsError: it was given up meanwhile, and the memory is freed.
         """
         version.memory += memory
-        if version.state is State.ENDED:
+        if version.ended:
             self._free(version)
             raise WeightsError(f"version {version.number} of store '{self.name}' was given up meanwhile")
 
@@ -200,7 +200,6 @@ class Catalogue:
         begun = list(self.open.values())
         self._give_up(begun[: begun.index(version)])
         del self.open[version.number]
-        version.become(State.WHOLE)
         version.serial = next(self._serials)
         self.whole[version.number] = version
         self._history[version.number] = version.serial
@@ -390,15 +389,14 @@ class Catalogue:
     def _remove(self, version: Version) -> None:
         del self.whole[version.number]
         self.tags = {name: number for name, number in self.tags.items() if number != version.number}
-        version.become(State.REMOVED)
         self._end_if_unused(version)
 
     def _end_if_unused(self, version: Version) -> None:
-        if version.state is State.REMOVED and not version.leases:
+        if not version.leases and self.whole.get(version.number) is not version:
             self._end(version)
 
     def _end(self, version: Version) -> None:
-        version.become(State.ENDED)
+        version.ended = True
         self._free(version)
 
     def _free(self, version: Version) -> None:

@@ -31,9 +31,8 @@ from farcall.weights.errors import WeightsError
 from farcall.weights.handle import Handle
 from farcall.weights.keeper import Keeper
 from farcall.weights.node import call_kept, new_id, node_of
-from farcall.weights.pieces import batches, box_to_wire, wholes
 from farcall.weights.replication import Listing
-from farcall.weights.transfer import Held, check, in_window
+from farcall.weights.transfer import Held, batches, box_to_wire, check, in_window, wholes
 from farcall.weights.versions import Lease, Who
 from rpc.errors import RpcError
 from rpc.group.workers import Member

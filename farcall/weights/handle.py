@@ -24,8 +24,17 @@ from farcall.weights.errors import WeightsError
 from farcall.weights.layout import Layout, Spec
 from farcall.weights.memory import AVAILABLE, Access, Mapped, map_segment, open_segment
 from farcall.weights.node import ask, call_kept, new_id, node_of
-from farcall.weights.pieces import batches, box_from_wire, box_to_wire, same_bits
-from farcall.weights.transfer import Batch, Held, blocks_of, check, in_window
+from farcall.weights.transfer import (
+    Batch,
+    Held,
+    batches,
+    blocks_of,
+    box_from_wire,
+    box_to_wire,
+    check,
+    in_window,
+    same_bits,
+)
 from rpc.agent.agent import Agent
 from rpc.errors import NoMemoryError, RpcError, RpcTimeoutError, WorkerLostError
 from rpc.group.workers import Member
@@ -354,8 +363,7 @@ class Handle:
         each other only through the store.
         """
         member = Member.from_wire(wire)
-        if self.agent.group.peers.view.find(member.incarnation) is None:
-            admit(self.agent, member)
+        admit(self.agent, member)
         return member
 
     @contextlib.contextmanager

@@ -25,10 +25,10 @@ from farcall.weights.errors import WeightsError
 from farcall.weights.figures import Figures
 from farcall.weights.hosts import Hosts, Place
 from farcall.weights.layout import Spec, spec_from_wire
+from farcall.weights.memory import Segments
 from farcall.weights.node import done, new_id
-from farcall.weights.pieces import box_from_wire, box_to_wire
 from farcall.weights.replication import Listing, SecondCopy
-from farcall.weights.segments import Segments
+from farcall.weights.transfer import box_from_wire, box_to_wire
 from farcall.weights.versions import Lease, Version, Who
 from rpc.agent.agent import Agent
 from rpc.errors import NoMemoryError, RpcError, WorkerLostError
@@ -72,7 +72,7 @@ class Keeper:
         self.id = new_id()
         self.agent = agent
         self.own = Who(agent.info.name, agent.incarnation)
-        self._run_soon = agent.calls.completions.run_soon
+        self._run_soon = agent.executor.submit_batch
         self._catalogue = Catalogue(name)
         self._keep = 0
         self._segments = Segments(self._run_soon)

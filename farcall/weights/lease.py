@@ -13,8 +13,7 @@ from farcall.weights.errors import WeightsError
 from farcall.weights.handle import Handle, Wanted
 from farcall.weights.layout import Layout
 from farcall.weights.memory import Access
-from farcall.weights.pieces import wholes
-from farcall.weights.transfer import Held
+from farcall.weights.transfer import Held, wholes
 
 __all__ = ["Lease"]
 

@@ -136,5 +136,5 @@ def _opened(host: str, server: Member) -> Store:
 
 def _agent(host: str) -> Agent:
     own, _ = listen_address(host)
-    options = AgentOptions(listen=f"[{own}]" if ":" in own else own, deserialization="safe")
+    options = AgentOptions(listen=own, deserialization="safe")
     return start_storeless_agent(f"reader-{secrets.token_hex(8)}", _GROUP, options)

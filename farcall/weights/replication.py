@@ -189,7 +189,7 @@ class SecondCopy:
             done = [each for each in self._waiting if alone or self._is_there(each[0])]
             self._waiting = [each for each in self._waiting if each not in done]
             answers = [(future, None if self._is_there(serial) else alone) for serial, future in done]
-        soon = self._agent.calls.completions.run_soon
+        soon = self._agent.executor.submit_batch
         if done:
             soon([(future.set_result, answer) for future, answer in answers])
         if send is not None:

@@ -24,8 +24,7 @@ from farcall.weights.handle import Handle, Wanted
 from farcall.weights.layout import difference
 from farcall.weights.lease import Lease
 from farcall.weights.node import current_node
-from farcall.weights.pieces import described, overlaps_itself
-from farcall.weights.transfer import Held
+from farcall.weights.transfer import Held, described, overlaps_itself
 from farcall.weights.versions import check_tag, checked_metadata
 from rpc.agent.agent import Agent
 from rpc.agent.futures import Future

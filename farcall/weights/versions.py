@@ -1,8 +1,8 @@
 """A version of a store, from its first part to the end of its last lease. Pure.
 
-A version is ``OPEN`` from the first part that is declared until the last one has been written, and ``WHOLE``
-from then on; it never changes again. One that is ``REMOVED`` stays for its leases only. ``_NEXT`` has the
-whole life.
+A version is open from the first part that is declared until the last one has been written, or it is given up.
+Once it is whole, it never changes again. When it is dropped, or newer ones have taken its place, it stays for
+its leases only.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Final, NamedTuple
 
 from farcall.weights.assembly import Assembly
 from farcall.weights.errors import WeightsError
 
-__all__ = ["Freed", "Lease", "Part", "State", "Version", "Who", "Writer", "check_tag", "checked_metadata"]
+__all__ = ["Freed", "Lease", "Part", "Version", "Who", "Writer", "check_tag", "checked_metadata"]
 
 _LONGEST_TAG: Final = 256
 """Maximum length of a tag."""
@@ -53,23 +52,6 @@ class Freed(NamedTuple):
     reusable: bool
 
 
-class State(Enum):
-    """Where a version is in its life."""
-
-    OPEN = "open"
-    WHOLE = "whole"
-    REMOVED = "removed"
-    ENDED = "ended"
-
-
-_NEXT: Final = {
-    State.OPEN: (State.WHOLE, State.ENDED),  # all parts are written; it is given up
-    State.WHOLE: (State.REMOVED,),  # it is dropped, or newer ones have taken its place
-    State.REMOVED: (State.ENDED,),  # its last lease has ended
-    State.ENDED: (),
-}
-
-
 @dataclass(eq=False)
 class Part:
     """A part of a version that has been declared.
@@ -96,9 +78,9 @@ class Version:
     Attributes:
         number: the user's number.
         assembly: which blocks its parts have, and its layout.
-        state: see ``State``.
         parts: those that have been declared.
         memory: for each segment of its layout, the memory that it lies in.
+        ended: whether its memory is free.
         tainted: whether a worker that this one has lost sight of may still use its memory, which must not be
             used again then.
         leases: its leases.
@@ -111,9 +93,9 @@ class Version:
 
     number: int
     assembly: Assembly
-    state: State = State.OPEN
     parts: dict[int, Part] = field(default_factory=dict)
     memory: list[int] = field(default_factory=list)
+    ended: bool = False
     tainted: bool = False
     leases: set[Lease] = field(default_factory=set)
     writing: list[Who] = field(default_factory=list)
@@ -127,15 +109,10 @@ class Version:
         """Whether all parts have been written."""
         return self.serial > 0
 
-    def become(self, state: State) -> None:
-        """Go on to another state."""
-        assert state in _NEXT[self.state], f"version {self.number} is {self.state}, and becomes {state}"
-        self.state = state
-
     @property
     def stuck(self) -> bool:
         """Whether it cannot become whole: a lost worker may still write to it."""
-        return self.tainted and self.state is State.OPEN
+        return self.tainted and not (self.whole or self.ended)
 
     def unwritten(self) -> list[int]:
         """Return the parts that are missing."""

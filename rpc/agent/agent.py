@@ -20,7 +20,6 @@ from typing import Any
 
 from rpc.agent.activity import Activity
 from rpc.agent.agent_calls import Calls
-from rpc.agent.completions import Completions
 from rpc.agent.futures import Future
 from rpc.agent.gather import Gathering
 from rpc.agent.group import AgentGroup
@@ -98,13 +97,13 @@ class Agent:
         self.tracing = tracing = Tracing()
         self.executor = executor = platform.executor
         self.mailbox = mailbox = Mailbox(platform.loop_thread.loop)
-        hooks, activity, completions = Hooks(), Activity(mailbox, executor), Completions(executor)
+        hooks, activity = Hooks(), Activity(mailbox, executor)
         self.group = group = AgentGroup(options, platform, mailbox, serializer, events, hooks, authenticator)
         self.messages = messages = Messages(
-            options, group, serializer, events, activity, hooks, completions.run_soon
+            options, group, serializer, events, activity, hooks, executor.submit_batch
         )
         self.calls = calls = Calls(
-            options, group, messages, hooks, serializer, tracing, events, activity, completions
+            options, group, messages, hooks, serializer, tracing, events, activity, executor
         )
         self.lifecycle = lifecycle = Lifecycle(
             hooks, activity, group, messages, calls, platform, forget=lambda: clear_current_agent(self)

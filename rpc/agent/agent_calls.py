@@ -9,7 +9,6 @@ from typing import Final
 from rpc.agent.activity import Activity
 from rpc.agent.border import Border
 from rpc.agent.calls import Caller, CallTable
-from rpc.agent.completions import Completions
 from rpc.agent.group import AgentGroup
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
@@ -18,6 +17,7 @@ from rpc.agent.slow_calls import SlowCalls
 from rpc.agent.tape import Tracing
 from rpc.options import AgentOptions
 from rpc.runtime.events import Events
+from rpc.runtime.executor import Executor
 from rpc.serialization.serializer import Serializer
 
 __all__ = ["Calls"]
@@ -34,7 +34,6 @@ class Calls:
         table: the calls under way.
         requests: the requests of other workers that are not answered yet; runs them.
         answers: answers requests.
-        completions: runs tasks, and completes futures, on executor threads.
         slow: reports calls without an answer.
         running: names what runs for other workers, by the threads of the executor.
     """
@@ -49,17 +48,17 @@ class Calls:
         tracing: Tracing,
         events: Events,
         activity: Activity,
-        completions: Completions,
+        executor: Executor,
     ) -> None:
-        loop, peers, executor = group.loop_thread.loop, group.peers, completions.executor
+        loop, peers = group.loop_thread.loop, group.peers
         dispatcher, sender, control = messages.dispatcher, messages.sender, messages.control
-        self.completions = completions
+        self._executor = executor
         self.table = table = CallTable(
-            loop, serializer, tracing, events, activity, control.post, completions.run_soon
+            loop, serializer, tracing, events, activity, control.post, executor.submit_batch
         )
         self.caller = Caller(options.rpc_timeout, table, peers, sender, serializer, tracing, events)
         self.answers = answers = Answers(
-            peers, serializer, tracing, events, sender.send, completions.run_soon
+            peers, serializer, tracing, events, sender.send, executor.submit_batch
         )
         self.requests = requests = ReceivedRequests(
             answers, peers, serializer, tracing, events, executor, activity
@@ -85,7 +84,7 @@ class Calls:
             f"{words}: {', '.join(which[:_SHOWN])}"
             for words, which in (
                 ("waiting for", made),
-                ("running", self.running(self.completions.executor.threads())),
+                ("running", self.running(self._executor.threads())),
             )
             if which
         ]

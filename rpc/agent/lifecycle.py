@@ -107,7 +107,7 @@ class Lifecycle:
             self._calls.table.end,
             *self.hooks.closed,
             self._calls.requests.stop,
-            functools.partial(self._calls.completions.stop, _STOP_SECONDS),
+            functools.partial(self._platform.executor.stop, _STOP_SECONDS),
             self._platform.loop_thread.stop,
             self._platform.process.restore,
         )

@@ -209,8 +209,9 @@ def start_storeless_agent(
 
 
 def admit(agent: Agent, member: Member) -> None:
-    """Add a member that another worker has named to an agent's group."""
-    AgentNeighbours(agent.group).meet([member])
+    """Add a member that another worker has named to an agent's group, unless it is there, or is this one."""
+    if agent.group.peers.view.find(member.incarnation) is None:
+        AgentNeighbours(agent.group).meet([member])
 
 
 def _make(

@@ -20,6 +20,8 @@ run a finalizer that submits a task before it can say that it has begun.
 
 A thread with nothing to do may be *lent* to a ``TaskSource``, which gives it its next task without a
 hand-over; it returns there after each, and is called back if tasks find no other thread.
+
+Tasks that are dropped, as the executor has stopped, still complete their futures: someone may wait for these.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any, Final
 
+import torch
+
 from rpc.runtime.blocking import this_thread
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.runtime.modes import modes_changed, reset_modes
 from rpc.runtime.tasks import COMPLETION, Task, TaskSource
 
-__all__ = ["Executor", "Task", "TaskSource"]
+__all__ = ["Executor", "Task", "TaskSource", "complete_futures"]
 
 logger = logging.getLogger(__name__)
 
@@ -133,23 +137,24 @@ class Executor:
             return list(self._threads)
 
     def submit(self, task: Task) -> bool:
-        """Run one task soon; false after ``stop``, when tasks are dropped."""
+        """Run one task soon; false after ``stop``, when it is dropped."""
         return self.submit_batch((task,))
 
     @protected
     def submit_batch(self, tasks: Sequence[Task]) -> bool:
         """Run several tasks soon, waking one thread, which wakes others as needed; false after ``stop``."""
         with self._lock:
-            if self._stopped:
-                return False
-            if not tasks:
-                return True
-            self._submitted += len(tasks)
-            self._backlog.extend(tasks)
-            fresh = self._wake_another()
+            stopped = self._stopped
+            fresh = None
+            if tasks and not stopped:
+                self._submitted += len(tasks)
+                self._backlog.extend(tasks)
+                fresh = self._wake_another()
         if fresh is not None:
             self._start(fresh)
-        return True
+        elif stopped:
+            complete_futures(tasks)
+        return not stopped
 
     def submit_at_once(self, task: Task) -> None:
         """Run one task without waiting for others to end.
@@ -221,16 +226,6 @@ class Executor:
         """Whether the calling thread is one of the executor's."""
         return threading.current_thread() in self._threads
 
-    def drop_backlog(self) -> list[Task]:
-        """Remove the tasks that no thread has started, and return them."""
-        with self._lock:
-            dropped: list[Task] = []
-            with contextlib.suppress(IndexError):
-                while True:
-                    dropped.append(self._backlog.popleft())
-            self._ended += len(dropped)
-        return dropped
-
     @protected
     def stop(self, timeout: float | None = 5.0) -> bool:
         """Accept no more tasks, drop those that wait, join the threads, and return whether all have ended.
@@ -241,20 +236,26 @@ class Executor:
         """
         with self._lock:
             self._stopped = True
-            dropped = self.drop_backlog()
+            dropped: list[Task] = []
+            with contextlib.suppress(IndexError):
+                while True:
+                    dropped.append(self._backlog.popleft())
+            self._ended += len(dropped)
             waiting, self._idle, self._lent = self._idle + self._lent, [], []
             self._wake_monitor()
-        del dropped  # without the lock, as this may run code of the user's
-        for worker in waiting:
-            worker.call()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        current = threading.current_thread()
-        ended = True
-        for thread in [*self._threads, self._monitor]:
-            if thread is current:
-                continue
-            _join(thread, None if deadline is None else max(0.0, deadline - time.monotonic()))
-            ended = ended and not thread.is_alive()
+        try:
+            for worker in waiting:
+                worker.call()
+            deadline = None if timeout is None else time.monotonic() + timeout
+            current = threading.current_thread()
+            ended = True
+            for thread in [*self._threads, self._monitor]:
+                if thread is current:
+                    continue
+                _join(thread, None if deadline is None else max(0.0, deadline - time.monotonic()))
+                ended = ended and not thread.is_alive()
+        finally:
+            complete_futures(dropped)
         return ended
 
     def _finished(self) -> int:
@@ -493,6 +494,14 @@ class Executor:
                 break
             grown = True
         return grown
+
+
+def complete_futures(dropped: Sequence[Task]) -> None:
+    """Run those of the dropped tasks that complete futures."""
+    with contextlib.ExitStack() as all_of_them:  # even if the callbacks of one raise
+        for function, argument in reversed(dropped):
+            if isinstance(getattr(function, "__self__", None), torch.futures.Future):
+                all_of_them.callback(function, argument)
 
 
 @interruptible

@@ -120,7 +120,9 @@ class ConnectionOwner:
 
 
 class Connection(Protocol):
-    """An ordered, reliable stream of frames between this process and one other."""
+    """An ordered, reliable stream of frames between this process and one other. The defaults are those of a
+    ``DirectConnection``.
+    """
 
     owner: ConnectionOwner
     """The object that it reports to once started. To replace it, assign another on the loop's thread."""
@@ -128,27 +130,29 @@ class Connection(Protocol):
     description: str
     """Text for logs that names the other end."""
 
-    scheme: str
+    scheme: str = "self"
     """Scheme of its transport; "self" for the connection of a worker to itself."""
 
     @property
     def queued_bytes(self) -> int:
         """Number of bytes that have not been written yet."""
+        return 0
 
-    reader: InlineReader | None
+    reader: InlineReader | None = None
     """Reads the connection on other threads than the loop's; None if the transport does not support this."""
 
-    over_network: bool
+    over_network: bool = False
     """Whether it may lead over a network, where several connections may have a higher throughput than one."""
 
     @property
     def has_streams(self) -> bool:
         """Whether the largest messages are sent over bulk streams instead of this connection."""
+        return False
 
-    process: int | None
+    process: int | None = None
     """The process at the other end, if it is on this host and known."""
 
-    malformed: bool
+    malformed: bool = False
     """Whether it was closed because the other end had violated the protocol."""
 
     @property
@@ -156,12 +160,14 @@ class Connection(Protocol):
         """Whether no other thread is handling frames of it; such a thread may go on for a moment after it was
         closed.
         """
+        return True
 
-    received_anything: bool
+    received_anything: bool = True
     """Whether a byte has arrived from the other end. A program that only probes the port sends none."""
 
     def start(self, owner: ConnectionOwner) -> None:
         """Start to receive, and report to ``owner``."""
+        self.owner = owner
 
     def set_frame_limits(self, received: int, sent: int) -> None:
         """Set the maximum size in bytes of messages from the peer and to it, which is small until the peer is
@@ -219,6 +225,7 @@ class Connection(Protocol):
         """Return the frames of a closed connection that were not begun to be written, in order. On the loop's
         thread.
         """
+        return []
 
     def flush(self) -> None:
         """Send what was coalesced, if anything. From any thread."""
@@ -230,22 +237,11 @@ class Connection(Protocol):
         """Close the descriptor in a forked child; the parent continues to use its own."""
 
 
-class DirectConnection:
-    """A ``Connection`` within this process: what is sent is copied at once, and never waits.
+class DirectConnection(Connection):
+    """A connection within this process: what is sent is copied at once, and never waits.
 
     Subclasses define ``pass_on``, which takes the bytes of one frame, and ``close``.
     """
-
-    owner: ConnectionOwner
-    reader: InlineReader | None = None
-    over_network = False
-    has_streams = False
-    scheme = "self"
-    queued_bytes = 0
-    process: int | None = None
-    malformed = False
-    is_quiet = True
-    received_anything = True
 
     def __init__(self, description: str) -> None:
         self._session: Session | None = None
@@ -255,12 +251,6 @@ class DirectConnection:
     def pass_on(self, frame: bytearray) -> None:
         """Deliver a frame to the other end."""
         raise NotImplementedError
-
-    def start(self, owner: ConnectionOwner) -> None:
-        self.owner = owner
-
-    def set_frame_limits(self, received: int, sent: int) -> None:
-        pass
 
     def send(
         self,
@@ -281,18 +271,18 @@ class DirectConnection:
     def send_small(self, frame: bytes, wait: float, *, coalesce: bool = False, patient: bool = False) -> None:
         self.send((frame,), len(frame))
 
+    def set_frame_limits(self, received: int, sent: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
     def send_unnumbered(self, frame: bytes, *, newest: bool = False) -> None:
         if self.open:
             self.pass_on(bytearray(frame))
 
     def carry(self, session: Session) -> None:
         self._session = session
-
-    def remains(self) -> list[bytes]:
-        return []
-
-    def flush(self) -> None:
-        pass
 
     def close(self, reason: str, *, flush: bool = False) -> None:
         if self.open:

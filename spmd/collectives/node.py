@@ -110,7 +110,7 @@ class Node:
             agent.lifecycle,
             agent.extensions,
             agent.messages.bulk,
-            agent.calls.completions.run_soon,
+            agent.executor.submit_batch,
             peers,
             key,
             shares_memory=agent.options.shared_memory_bytes > 0,

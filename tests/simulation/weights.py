@@ -36,11 +36,11 @@ from farcall.weights import (
     keeper,
     memory,
     node,
-    pieces,
-    segments,
     store,
     successors,
+    transfer,
 )
+from farcall.weights.memory import Segment
 from rpc.errors import RpcError, WorkerLostError
 from rpc.options import AgentOptions
 from rpc.runtime import current
@@ -140,7 +140,7 @@ class Run:
         self.workers: list[Worker] = []
         self._by_loop: dict[WorkerLoop, Worker] = {}
         self._busy: dict[str, int] = {}
-        self._segments: list[memory.Segment] = []
+        self._segments: list[Segment] = []
         self._opened: set[int] = set()
         self.whole: set[int] = set()
         """The versions of which a put has returned True."""
@@ -325,9 +325,9 @@ class Run:
             for locking in (copies, store):
                 stack.enter_context(mock.patch.object(locking, "threading", locks))
             stack.enter_context(mock.patch.object(successors, "_taking_over", Lock()))
-            stack.enter_context(mock.patch.object(pieces, "_MESSAGE_BYTES", 512))
+            stack.enter_context(mock.patch.object(transfer, "_MESSAGE_BYTES", 512))
             stack.enter_context(mock.patch.object(memory, "AVAILABLE", new=False))
-            stack.enter_context(mock.patch.object(segments, "Segment", self._segment))
+            stack.enter_context(mock.patch.object(memory, "Segment", self._segment))
             stack.enter_context(mock.patch.object(handle, "open_segment", self._open_segment))
             stack.enter_context(mock.patch.object(handle, "map_segment", self._map_segment))
             process = SimpleNamespace(close=lambda _: None, getpid=self._number)
@@ -354,9 +354,9 @@ class Run:
         worker = self._by_loop.get(loop)
         current.agent = None if worker is None else worker.agent
 
-    def _segment(self, number: int, size: int) -> memory.Segment:
+    def _segment(self, number: int, size: int) -> Segment:
         """Memory of this process, which other simulated processes can map."""
-        segment = memory.Segment(number, size)
+        segment = Segment(number, size)
         segment.place = [len(self._segments), []]
         self._segments.append(segment)
         return segment

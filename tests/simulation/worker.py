@@ -10,7 +10,7 @@ from rpc.agent.agent import Agent
 from rpc.agent.platform import Platform
 from rpc.group.workers import Member, WorkerInfo
 from rpc.options import AgentOptions
-from rpc.runtime.executor import Executor
+from rpc.runtime.executor import Executor, complete_futures
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.process_tuning import ProcessTuning
 from rpc.runtime.tasks import Task, TaskSource
@@ -65,6 +65,7 @@ class _Executor(Executor):
 
     def submit_batch(self, tasks: Sequence[Task]) -> bool:
         if self.closed:
+            complete_futures(tasks)
             return False
         chance = self._loop.clock.chance.random
         for task in tasks:
@@ -99,14 +100,12 @@ class _Executor(Executor):
     def owns_current_thread(self) -> bool:
         return False
 
-    def drop_backlog(self) -> list[Task]:
+    def stop(self, timeout: float | None = 5.0) -> bool:
+        self.closed = True
         dropped, self._planned = self._planned, {}
         for handle in dropped:
             handle.cancel()
-        return list(dropped.values())
-
-    def stop(self, timeout: float | None = 5.0) -> bool:
-        self.closed = True
+        complete_futures(list(dropped.values()))
         return True
 
 

@@ -19,7 +19,7 @@ import rpc
 from farcall.weights import Block, Store, WeightsError
 from farcall.weights import handle as handle_module
 from farcall.weights import keeper as keeper_module
-from farcall.weights import segments as segments_module
+from farcall.weights import memory as memory_module
 from farcall.weights.memory import open_segment
 from farcall.weights.node import node_of
 from farcall.weights.versions import Who
@@ -251,7 +251,7 @@ def test_without_memory_for_a_copy_versions_are_read_directly(
     def refuse(*_: object) -> None:
         raise NoMemoryError("this host has none")
 
-    monkeypatch.setattr(segments_module, "Segment", refuse)
+    monkeypatch.setattr(memory_module, "Segment", refuse)
     assert holds(far, 1)
     with far.lease() as lease:
         assert same(lease["w"], whole(1))

@@ -13,7 +13,7 @@ import torch
 
 import rpc
 from farcall.weights import Store
-from farcall.weights import pieces as pieces_module
+from farcall.weights import transfer as transfer_module
 from farcall.weights.copies import Arrival
 from tests.support.streams import until
 from tests.support.weights import be_on
@@ -30,7 +30,7 @@ def state(number: int) -> dict[str, torch.Tensor]:
 
 def be_a_host(worker: Worker) -> None:
     be_on(worker.name)
-    setattr(pieces_module, "_MESSAGE_BYTES", BLOCK)  # noqa: B010
+    setattr(transfer_module, "_MESSAGE_BYTES", BLOCK)  # noqa: B010
 
 
 def holds(store: Store, number: int) -> bool:

@@ -17,6 +17,7 @@ from rpc.group.workers import WorkerInfo
 from rpc.lifecycle.backend_registry import BackendType
 from rpc.runtime.current import clear_current_agent
 from rpc.runtime.events import CallBegun, Events
+from tests.support.local_agent import LocalAgent
 
 
 def implements(agent: Agent) -> AgentInterface:
@@ -24,38 +25,18 @@ def implements(agent: Agent) -> AgentInterface:
     return agent
 
 
-class AloneAgent:
-    """All calls are to oneself and happen at once."""
+class AloneAgent(LocalAgent):
+    """Has the whole interface, and tells of its calls."""
 
     def __init__(self, name: str, rpc_timeout: float) -> None:
-        self.me = WorkerInfo(name, 0)
-        self.rpc_timeout = rpc_timeout
+        super().__init__(name, rpc_timeout)
         self.events = Events()
         self.ended_by: tuple[Any, ...] | None = None
 
-    def call(
-        self,
-        to: WorkerReference,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-    ) -> Any:
+    def call(self, to: WorkerReference, function: Callable[..., Any], *how: Any) -> Any:
         if self.events.call_begun is not None:
             self.events.call_begun(1, self.me.name, function.__name__)
-        return function(*args, **kwargs)
-
-    def call_async(
-        self,
-        to: WorkerReference,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-    ) -> rpc.Future[Any]:
-        future: rpc.Future[Any] = rpc.Future()
-        future.set_result(self.call(to, function, args, kwargs, timeout))
-        return future
+        return super().call(to, function, *how)
 
     def all_gather(self, value: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
         return {self.me.name: value}
@@ -64,9 +45,6 @@ class AloneAgent:
         if worker not in (None, 0, self.me.name, self.me):
             raise UnknownWorkerError(f"nobody here is {worker!r}")
         return self.me
-
-    def get_worker_infos(self) -> list[WorkerInfo]:
-        return [self.me]
 
     def get_debug_info(self) -> dict[str, int]:
         return {"alone": 1}

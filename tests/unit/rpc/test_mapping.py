@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import rpc
 from rpc.agent.futures import Future
-from rpc.group.workers import WorkerInfo
 from rpc.runtime.current import clear_current_agent, set_current_agent
 from rpc.runtime.interrupts import interruptible
 from tests.support.interrupting import interrupted_at_check
+from tests.support.local_agent import LocalAgent
 
 
 @interruptible
@@ -21,29 +21,17 @@ def wait_for_room() -> None:
     """Where an agent may wait before it sends a call."""
 
 
-class ImmediateAgent:
-    """An agent that runs calls itself. Each has ended when its future is returned."""
+class WaitingAgent(LocalAgent):
+    """May wait before each call. That has ended when its future is returned."""
 
-    rpc_timeout = 60.0
-
-    def call_async(
-        self, to: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, timeout: float
-    ) -> Future[Any]:
+    def call_async(self, *what: Any) -> Future[Any]:
         wait_for_room()
-        future: Future[Any] = Future()
-        future.set_result(function(*args))
-        return future
-
-    def get_worker_info(self, worker: object = None) -> WorkerInfo:
-        return WorkerInfo("worker0", 0)
-
-    def get_worker_infos(self) -> list[WorkerInfo]:
-        return [self.get_worker_info()]
+        return super().call_async(*what)
 
 
 @pytest.fixture
 def _agent() -> Iterator[None]:
-    agent = ImmediateAgent()
+    agent = WaitingAgent()
     set_current_agent(agent)
     yield
     clear_current_agent(agent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import threading
 import weakref
@@ -11,62 +10,32 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 import rpc
 from rpc import generators
 from rpc.errors import RemoteError
-from rpc.group.membership import WorkerReference
-from rpc.group.workers import WorkerInfo
 from rpc.runtime.current import clear_current_agent, set_current_agent
 from rpc.runtime.loop import LoopThread
 from rpc.serialization.failures import type_name
+from tests.support.local_agent import LocalAgent
 from tests.support.streams import SOON, until
 
 
-class LocalAgent:
-    """All calls are to oneself; the answer of each is the future that its function returns."""
+class Agent(LocalAgent):
+    """Runs coroutines, too."""
 
     def __init__(self) -> None:
-        self.rpc_timeout = SOON
+        super().__init__()
         self.coroutines = LoopThread("test-coroutines", "not on this thread")
 
-    def call_async(
-        self,
-        to: WorkerReference,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-    ) -> rpc.Future[Any]:
-        answer: rpc.Future[Any] = rpc.Future()
-        try:
-            value = function(*args, **kwargs)
-            if asyncio.iscoroutine(value):
-                value = self.coroutines.wait_for(value)
-        except Exception as error:
-            answer.set_exception(error)
-            return answer
-        if isinstance(value, torch.futures.Future):
-            value.add_done_callback(functools.partial(pass_on, answer))
-        else:
-            answer.set_result(value)
-        return answer
-
-    def get_worker_info(self, worker: WorkerReference | None = None) -> WorkerInfo:
-        return WorkerInfo("alone", 0)
-
-
-def pass_on(answer: rpc.Future[Any], done: torch.futures.Future[Any]) -> None:
-    try:
-        answer.set_result(done.value())
-    except Exception as error:
-        answer.set_exception(error)
+    def call(self, *what: Any) -> Any:
+        value = super().call(*what)
+        return self.coroutines.wait_for(value) if asyncio.iscoroutine(value) else value
 
 
 @pytest.fixture(autouse=True)
-def agent() -> Iterator[LocalAgent]:
-    made = LocalAgent()
+def agent() -> Iterator[Agent]:
+    made = Agent()
     set_current_agent(made)
     yield made
     clear_current_agent(made)
@@ -221,11 +190,11 @@ def test_a_dropped_stream_is_closed_on_any_backend() -> None:
     assert generator.cleaning.wait(SOON)
 
 
-def test_the_streams_of_a_former_agent_of_another_backend_are_closed(agent: LocalAgent) -> None:
+def test_the_streams_of_a_former_agent_of_another_backend_are_closed(agent: Agent) -> None:
     generator = CleansUp()
     values = stream(generator.values)
     assert next(values) == 1
-    other = LocalAgent()
+    other = Agent()
     clear_current_agent(agent)
     set_current_agent(other)
     try:

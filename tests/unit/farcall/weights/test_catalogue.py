@@ -46,6 +46,24 @@ def test_the_memory_of_a_lost_reader_is_used_again_if_its_process_has_ended(*, l
         catalogue.lease(put(catalogue, 3), Lease(B, 2))
 
 
+def test_memory_is_kept_with_a_version_and_after_that_with_its_leases() -> None:
+    catalogue = Catalogue("policy", 2)
+    first, lease = put(catalogue, 1), Lease(B, 1)
+    (held,) = first.memory
+    catalogue.lease(first, lease)
+    catalogue.release(lease, used=False)
+    assert catalogue.freed() == [], "others can have it"
+    catalogue.lease(first, lease)
+    catalogue.drop(1)
+    second = put(catalogue, 1)
+    assert catalogue.freed() == [], "a reader has a lease"
+    catalogue.release(lease, used=False)
+    assert catalogue.freed() == [Freed(held, reusable=True)]
+    catalogue.lease(second, lease)
+    catalogue.release(lease, used=True)
+    assert begin(catalogue, 1, 0, A, parts=1) is second, "it is whole, whoever uses its memory"
+
+
 def test_a_writer_in_the_middle_is_told_that_another_one_was_lost() -> None:
     catalogue = Catalogue("policy", 2)
     for part, who in ((0, A), (1, B)):

@@ -40,7 +40,7 @@ class Calls:
     def __init__(self) -> None:
         self.made: list[tuple[str, int, list[int], torch.futures.Future[None]]] = []
         self.lifecycle = SimpleNamespace(closed=False, departure=SimpleNamespace(begun=False))
-        self.calls = SimpleNamespace(completions=SimpleNamespace(run_soon=self._run))
+        self.executor = SimpleNamespace(submit_batch=self._run)
         self.group = SimpleNamespace(peers=SimpleNamespace(view=self))
         self.info = SimpleNamespace(name="worker0")
 

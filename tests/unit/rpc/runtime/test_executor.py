@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from rpc.runtime import executor as module
 from rpc.runtime.executor import Executor, Task
@@ -235,7 +236,7 @@ def test_stop_ends_idle_threads(make: Callable[[int], Executor]) -> None:
     assert executor.stop()
 
 
-def test_stop_waits_for_running_tasks_and_drops_the_waiting_ones(
+def test_stop_waits_for_running_tasks_and_drops_the_waiting_ones_except_completions(
     make: Callable[[int], Executor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = warmed_up(make(1), 1)
@@ -250,20 +251,24 @@ def test_stop_waits_for_running_tasks_and_drops_the_waiting_ones(
 
     executor.submit((slow, None))
     assert begun.wait(SOON)
-    executor.submit_batch([(finished.append, "waiting")] * 3)
-    assert executor.active() == 4
+    future: torch.futures.Future[int] = torch.futures.Future()
+    executor.submit_batch([*[(finished.append, "waiting")] * 3, (future.set_result, 1)])
+    assert executor.active() == 5
     assert not executor.stop(timeout=0.01)
+    assert future.value() == 1
     assert executor.active() == 1
     gate.set()
     assert executor.stop()
     assert finished == ["running"]
 
 
-def test_after_stop_tasks_are_dropped(make: Callable[[int], Executor]) -> None:
+def test_after_stop_tasks_are_dropped_except_completions(make: Callable[[int], Executor]) -> None:
     executor = make(1)
     assert executor.stop()
-    executor.submit((pytest.fail, "it ran"))
-    executor.submit_batch([(pytest.fail, "it ran")] * 2)
+    assert not executor.submit((pytest.fail, "it ran"))
+    future: torch.futures.Future[int] = torch.futures.Future()
+    executor.submit_batch([*[(pytest.fail, "it ran")] * 2, (future.set_result, 1)])
+    assert future.value() == 1
     assert executor.active() == 0
     assert executor.counts()["threads"] == 0
 
