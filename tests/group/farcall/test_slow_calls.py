@@ -320,3 +320,19 @@ def test_callees_are_not_asked_where_that_is_turned_off() -> None:
             rpc.rpc_sync("worker1", wait_for_event, timeout=2)
         assert lines.is_empty()
     rpc.rpc_sync("worker1", release)
+
+
+def call_take_lock_of_worker0() -> None:
+    rpc.rpc_sync("worker0", take_lock, timeout=0)
+
+
+@in_worker0(slow_call_seconds=SLOW)
+def test_calls_back_to_the_caller_are_followed() -> None:
+    prepare()
+    with reports() as lines, in_thread(call, "worker1", call_take_lock_of_worker0):
+        lines.until(
+            rf"caller has waited .*; worker1 {THREAD} waits for worker0: take_lock, at {HERE} in "
+            rf"call_take_lock_of_worker0; worker0 {THREAD} runs take_lock, waits for the lock .*, at {HERE} "
+            "in take_lock"
+        )
+        release()
