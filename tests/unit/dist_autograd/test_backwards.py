@@ -14,12 +14,15 @@ from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models
 from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.border import Border
-from rpc.errors import AutogradError, ProtocolError
+from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.wire.frames import Frame
 
 ME, ROOT, CONTEXT, NUMBER = 1, 2, 7, 5
-root = cast("Peer", SimpleNamespace(incarnation=ROOT, name="root", lost=None, reader=None))
+root = cast(
+    "Peer",
+    SimpleNamespace(incarnation=ROOT, name="root", lost=None, reader=None, lost_error=WorkerLostError),
+)
 
 
 class Participating:
@@ -31,6 +34,7 @@ class Participating:
         open: number of postponed activities.
         failures: what is answered.
         answers: headers of the other answers.
+        gone: what is called when a worker is gone.
         steps: the steps that were asked for: the optimizer's id, and that of the context.
         performs: whether they are performed.
     """
@@ -46,7 +50,8 @@ class Participating:
         self.steps: list[tuple[Any, ...]] = []
         self.performs = True
         self._handlers: dict[int, Callable[[Peer, Frame], Any]] = {}
-        hooks = SimpleNamespace(gone=[], awaited=[], closed=[])
+        self.gone: list[Callable[[Peer, str], object]] = []
+        hooks = SimpleNamespace(gone=self.gone, awaited=[], closed=[])
         postponed = SimpleNamespace(begin=lambda: self._opened(1))
         activity = SimpleNamespace(postponed=postponed, postponed_ended=lambda: self._opened(-1))
         answers = SimpleNamespace(
@@ -120,6 +125,14 @@ def test_a_part_that_arrives_after_a_mark_and_its_abort_is_refused() -> None:
     worker.receive(WHOLE_PART, asked())
     assert len(worker.backwards) == worker.open == 0
     assert "no gradient today" in str(worker.failures[0])
+
+
+def test_a_pass_ends_with_the_worker_that_has_started_it() -> None:
+    """It may wait for the gradients of a third one, which has given up: only the root would say so."""
+    worker = Participating()
+    worker.receive(MARK, asked())
+    worker.gone[0](root, "it died")
+    assert len(worker.backwards) == worker.open == 0
 
 
 @pytest.mark.parametrize("kind", [MARK, WHOLE_PART])
