@@ -34,6 +34,7 @@ class Participating:
         open: number of postponed activities.
         failures: what is answered.
         answers: headers of the other answers.
+        closed: what is called when this worker's agent ends.
         gone: what is called when a worker is gone.
         steps: the steps that were asked for: the optimizer's id, and that of the context.
         performs: whether they are performed.
@@ -51,7 +52,8 @@ class Participating:
         self.performs = True
         self._handlers: dict[int, Callable[[Peer, Frame], Any]] = {}
         self.gone: list[Callable[[Peer, str], object]] = []
-        hooks = SimpleNamespace(gone=self.gone, awaited=[], closed=[])
+        self.closed: list[Callable[[], object]] = []
+        hooks = SimpleNamespace(gone=self.gone, awaited=[], closed=self.closed)
         postponed = SimpleNamespace(begin=lambda: self._opened(1))
         activity = SimpleNamespace(postponed=postponed, postponed_ended=lambda: self._opened(-1))
         answers = SimpleNamespace(
@@ -127,11 +129,15 @@ def test_a_part_that_arrives_after_a_mark_and_its_abort_is_refused() -> None:
     assert "no gradient today" in str(worker.failures[0])
 
 
-def test_a_pass_ends_with_the_worker_that_has_started_it() -> None:
+@pytest.mark.parametrize("is_root", [True, False])
+def test_a_pass_ends_with_the_worker_that_has_started_it_and_with_this_one(is_root: bool) -> None:
     """It may wait for the gradients of a third one, which has given up: only the root would say so."""
     worker = Participating()
     worker.receive(MARK, asked())
-    worker.gone[0](root, "it died")
+    if is_root:
+        worker.gone[0](root, "it died")
+    else:
+        worker.closed[0]()
     assert len(worker.backwards) == worker.open == 0
 
 
