@@ -289,3 +289,11 @@ def test_a_process_of_another_user_cannot_fill_the_log(
             stranger.connect(where)
             assert stranger.recv(1) == b""
     assert 20 <= caplog.text.count("turned away") < 40
+
+
+def test_without_any_answer_the_first_address_says_why(
+    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_to(monkeypatch, closed_port(), closed_port())
+    with pytest.raises(ConnectionRefusedError):
+        connect(loop, "tcp:somewhere:1")
