@@ -91,6 +91,50 @@ def _gather(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
     return work, list(zip(outputs or [], (1.0, 2.0), strict=False))
 
 
+def _reduce(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    tensor = late(rank + 1.0, device)
+    return dist.reduce(tensor, 0, async_op=True), [(tensor, 3.0 if rank == 0 else 2.0)]
+
+
+def _all_gather_into(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    output = torch.zeros(2 * SIZE, device=device)
+    work = dist.all_gather_into_tensor(output, late(rank + 1.0, device), async_op=True)
+    return work, list(zip(output.chunk(2), (1.0, 2.0), strict=True))
+
+
+def _scatter(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    (output,) = made(device, 1)
+    work = dist.scatter(
+        output, [late(7.0, device), late(8.0, device)] if rank == 0 else None, 0, async_op=True
+    )
+    return work, [(output, 7.0 + rank)]
+
+
+def _reduce_scatter(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    (output,) = made(device, 1)
+    work = dist.reduce_scatter(output, [late(1.0, device), late(2.0, device)], async_op=True)
+    return work, [(output, 2.0 + 2 * rank)]
+
+
+def _reduce_scatter_tensor(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    (output,) = made(device, 1)
+    work = dist.reduce_scatter_tensor(output, late(rank + 1.0, device, 2 * SIZE), async_op=True)
+    return work, [(output, 3.0)]
+
+
+def _all_to_all(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    outputs = made(device, 2)
+    given = [late(10.0 * rank, device), late(10.0 * rank + 1, device)]
+    work = dist.all_to_all(outputs, given, async_op=True)
+    return work, list(zip(outputs, (rank + 0.0, 10.0 + rank), strict=True))
+
+
+def _all_to_all_single(rank: int, device: str) -> tuple[Any, list[tuple[Tensor, float]]]:
+    output = torch.zeros(2 * SIZE, device=device)
+    work = dist.all_to_all_single(output, late(rank + 1.0, device, 2 * SIZE), async_op=True)
+    return work, list(zip(output.chunk(2), (1.0, 2.0), strict=True))
+
+
 def _send(rank: int, device: str, size: int = SIZE) -> tuple[Any, list[tuple[Tensor, float]]]:
     if rank == 0:
         return dist.isend(late(4.0, device, size), 1), []
@@ -137,6 +181,13 @@ OPERATIONS: dict[str, Callable[[int, str], tuple[Any, list[tuple[Tensor, float]]
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "gather": _gather,
+    "reduce": _reduce,
+    "all_gather_into_tensor": _all_gather_into,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
     "send": _send,
     "a large send": _send_large,
     "blocking": _blocking,

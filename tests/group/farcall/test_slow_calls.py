@@ -53,6 +53,11 @@ def wait_for_event() -> None:
     _here["event"].wait()
 
 
+def sleep_until_released() -> None:
+    while not _here["event"].is_set():
+        time.sleep(0.5)
+
+
 def compute_until_released() -> None:
     while not _here["event"].is_set():
         sum(range(10_000))
@@ -140,6 +145,7 @@ THREAD = r"farcall-\d+"
 
 CALLEES: tuple[tuple[Callable[..., Any], str], ...] = (
     (take_lock, rf"waits for the lock `_here\['lock'\]`, at {HERE} in take_lock"),
+    (sleep_until_released, rf"sleeps, at {HERE} in sleep_until_released"),
     (compute_until_released, rf"computes, at {HERE} in compute_until_released"),
     (train_until_released, rf"(computes|sleeps|runs), at {HERE} in train_until_released"),
     (await_event, rf"which awaits Event\.wait, at {HERE} in await_event"),

@@ -14,12 +14,15 @@ from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models
 from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.border import Border
-from rpc.errors import AutogradError, ProtocolError
+from rpc.errors import AutogradError, ProtocolError, WorkerLostError
 from rpc.group.peer import Peer
 from rpc.wire.frames import Frame
 
 ME, ROOT, CONTEXT, NUMBER = 1, 2, 7, 5
-root = cast("Peer", SimpleNamespace(incarnation=ROOT, name="root", lost=None, reader=None))
+root = cast(
+    "Peer",
+    SimpleNamespace(incarnation=ROOT, name="root", lost=None, reader=None, lost_error=WorkerLostError),
+)
 
 
 class Participating:
@@ -31,6 +34,8 @@ class Participating:
         open: number of postponed activities.
         failures: what is answered.
         answers: headers of the other answers.
+        closed: what is called when this worker's agent ends.
+        gone: what is called when a worker is gone.
         steps: the steps that were asked for: the optimizer's id, and that of the context.
         performs: whether they are performed.
     """
@@ -46,7 +51,9 @@ class Participating:
         self.steps: list[tuple[Any, ...]] = []
         self.performs = True
         self._handlers: dict[int, Callable[[Peer, Frame], Any]] = {}
-        hooks = SimpleNamespace(gone=[], awaited=[], closed=[])
+        self.gone: list[Callable[[Peer, str], object]] = []
+        self.closed: list[Callable[[], object]] = []
+        hooks = SimpleNamespace(gone=self.gone, awaited=[], closed=self.closed)
         postponed = SimpleNamespace(begin=lambda: self._opened(1))
         activity = SimpleNamespace(postponed=postponed, postponed_ended=lambda: self._opened(-1))
         answers = SimpleNamespace(
@@ -120,6 +127,18 @@ def test_a_part_that_arrives_after_a_mark_and_its_abort_is_refused() -> None:
     worker.receive(WHOLE_PART, asked())
     assert len(worker.backwards) == worker.open == 0
     assert "no gradient today" in str(worker.failures[0])
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+def test_a_pass_ends_with_the_worker_that_has_started_it_and_with_this_one(is_root: bool) -> None:
+    """It may wait for the gradients of a third one, which has given up: only the root would say so."""
+    worker = Participating()
+    worker.receive(MARK, asked())
+    if is_root:
+        worker.gone[0](root, "it died")
+    else:
+        worker.closed[0]()
+    assert len(worker.backwards) == worker.open == 0
 
 
 @pytest.mark.parametrize("kind", [MARK, WHOLE_PART])

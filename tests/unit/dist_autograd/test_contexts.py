@@ -105,6 +105,15 @@ def test_who_learns_of_a_context_through_the_dead_asks_its_creator(world: World)
     assert world.posted == [(CREATOR, ["joined", 7])]
 
 
+def test_a_context_whose_creator_is_unknown_is_over_with_the_worker_that_it_came_through(
+    world: World,
+) -> None:
+    stranger = 99
+    assert world.contexts.join(7, stranger, world.peers[BETWEEN]) is not None
+    world.die(BETWEEN)
+    assert not len(world.contexts)
+
+
 def test_a_context_whose_creator_dies_as_it_comes_is_over(world: World) -> None:
     world.when_first = lambda: world.die(CREATOR)
     with pytest.raises(WorkerLostError, match="worker 2' is gone: killed"):

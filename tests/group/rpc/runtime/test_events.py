@@ -1,10 +1,11 @@
-"""Events of a group: who joins and who is lost."""
+"""Events of a group: the same call at both its ends, who joins and who is lost."""
 
 from __future__ import annotations
 
 import queue
 from typing import Any
 
+import rpc
 from rpc import events
 from tests.support.workers import RunWorkers, Worker
 
@@ -31,3 +32,29 @@ def test_who_joins_and_who_leaves_is_told(run_workers: RunWorkers) -> None:
     assert joined == events.PeerJoined("worker1", joined.id)
     assert (lost.name, lost.id) == ("worker1", joined.id)
     assert "has shut down" in lost.reason
+
+
+def trace_calls(worker: Worker) -> list[tuple[str, int]]:
+    """What this worker has called, or has been called with: the other's name and the call's id."""
+    seen: list[tuple[str, int]] = []
+    with worker.group():
+        if worker.rank == 0:
+            with events.listen(events.CallBegun, lambda call: seen.append((call.to, call.call_id))):
+                worker.wait_for("traced")
+                for number in range(3):
+                    rpc.rpc_sync("worker1", abs, (number,))
+        else:
+            events.listen(events.RequestBegun, lambda call: seen.append((call.source, call.call_id)))
+            worker.report("listens")
+        rpc.barrier()
+    return seen
+
+
+def test_a_call_has_the_same_id_at_both_ends(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(trace_calls, 2)
+    workers[1].wait_for("listens")
+    workers[0].tell("traced")
+    called, served = workers.results()
+    ids = [call_id for _, call_id in called]
+    assert [to for to, _ in called] == ["worker1"] * 3
+    assert [call_id for source, call_id in served if source == "worker0"][:3] == ids

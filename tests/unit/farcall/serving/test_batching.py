@@ -166,3 +166,13 @@ async def test_a_call_that_runs_alone_after_its_batch_has_failed_is_cancelled_al
         assert await model.begun.get() == 1
         call.cancel()
         assert await asyncio.wait_for(model.cancelled.get(), 60) == 1
+
+
+async def test_a_full_batch_runs_at_once_and_each_gets_its_part() -> None:
+    model = Model()
+    joined, seen = batcher(model)
+    results = await asyncio.gather(*(joined.call([rows(1, value)], {}) for value in range(4)))
+    assert model.rows == [4]
+    assert seen == [4]
+    assert [result["twice"].tolist() for result in results] == [[[value * 2.0] * 3] for value in range(4)]
+    assert [result["rows"][0].tolist() for result in results] == [[value * 3.0] for value in range(4)]

@@ -122,3 +122,9 @@ def test_who_begins_to_wait_when_the_agent_is_closed_is_told_so(leave: Leave) ->
     worker.loop_thread.stop()
     with pytest.raises(RpcTimeoutError, match="another thread has ended the agent"):
         worker.departure.wait(0)
+
+
+def test_a_second_thread_that_wants_to_wait_is_refused(leave: Leave) -> None:
+    worker = leave(None)
+    assert worker.departure.claim()
+    assert not worker.departure.claim()

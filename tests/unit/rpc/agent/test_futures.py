@@ -383,3 +383,23 @@ def test_a_callback_that_calls_after_its_worker_has_ended_is_not_logged(
     with pytest.raises(RuntimeError, match="NotInitializedError"):
         following.wait()
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("error", [KeyError("remote"), RpcTimeoutError("late")], ids=repr)
+def test_nothing_is_kept_of_those_who_have_waited_for_what_failed(owner: Owner, error: Exception) -> None:
+    class Kept:
+        pass
+
+    def wait() -> weakref.ref[Kept]:
+        kept, (call, future) = Kept(), owner.future()
+        following = future.then(lambda done: done.value())
+        call.settle(error)
+        owner.open.clear()
+        for each in (future, following):
+            with pytest.raises((type(error), RuntimeError)):
+                each.wait()
+        return weakref.ref(kept)
+
+    kept = wait()
+    gc.collect()
+    assert kept() is None

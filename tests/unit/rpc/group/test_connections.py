@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rpc.errors import WorkerLostError
+from rpc.group.connections import CRASHED
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
 from rpc.testing.memory_transport import MemoryNetwork, MemoryTransport
@@ -326,3 +327,26 @@ def test_leaving_waits_for_nobody_for_ever(make_node: MakeNode) -> None:
     with stuck(right):
         left.peers[right.member.incarnation].send([bytes(8_000_000)], 8_000_000, wait=False)
         left.leave()
+
+
+def test_whose_program_has_crashed_is_worth_a_warning(
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    left, right = pair(make_node)
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    left.leave(f"{CRASHED}, ValueError: no")
+    right.wait_gone()
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.getMessage() == f"worker 'right': worker 'left' (id 0) is gone: {CRASHED}, ValueError: no"
+
+
+def test_who_is_lost_gets_no_more_messages_and_the_connection_is_closed(make_node: MakeNode) -> None:
+    left, right = pair(make_node)
+    left.send(right, 1)
+    right.wait_until(lambda: right.received)
+    right.on_loop(right.connections.lose, right.peers[left.member.incarnation], "it was given up")
+    right.on_loop(right.connections.lose, right.peers[left.member.incarnation], "twice")
+    assert right.gone == [("left", "it was given up")]
+    assert left.wait_gone()[0] == "right"
+    until(lambda: right.open_connections() == [])

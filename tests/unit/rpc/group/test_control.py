@@ -235,3 +235,29 @@ def test_texts_need_not_be_valid_unicode(clockwork: Clockwork, here: Worker, the
     clockwork.advance(0)
     there.receive(here)
     assert there.heard == [("here", "lone \udcff surrogate")]
+
+
+def test_who_is_idle_sets_no_timer(clockwork: Clockwork, here: Worker, there: Worker) -> None:
+    here.control.post(there.seen_as, "news", 1)
+    clockwork.advance(0)
+    there.receive(here)
+    clockwork.advance(ACK_SECONDS * 1.01)
+    here.receive(there)
+    clockwork.advance(60)
+    assert clockwork.ringing() == []
+    assert here.receive(there) == there.receive(here) == 0
+
+
+def test_a_message_that_cannot_be_sent_loses_its_receiver_and_nobody_else(
+    clockwork: Clockwork, here: Worker, there: Worker
+) -> None:
+    other: Any = Road("other")
+    here.control.post(other, "news", object())
+    here.control.post(there.seen_as, "news", 1)
+    clockwork.advance(60)
+    ((name, reason),) = here.lost
+    assert name == "other"
+    assert reason.startswith("a control message to it cannot be sent: ")
+    assert other.frames == []
+    there.receive(here)
+    assert there.heard == [("here", 1)]

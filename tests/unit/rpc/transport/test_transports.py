@@ -271,3 +271,29 @@ def test_an_attempt_that_succeeds_too_late_is_closed(
     for _ in range(10):
         connection = connect(loop, "tcp:somewhere:1")
         loop.call(connection.close, "end of the test")
+
+
+def test_a_process_of_another_user_cannot_fill_the_log(
+    loop: LoopThread,
+    place: Callable[..., Place],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    there = place("unix")
+    somebody = os.geteuid() + 1
+    monkeypatch.setattr("rpc.transport.unix.os.geteuid", lambda: somebody)
+    where = b"\0" + there.listener.address.removeprefix("unix:@").encode()
+    for _ in range(40):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(SOON)
+            stranger.connect(where)
+            assert stranger.recv(1) == b""
+    assert 20 <= caplog.text.count("turned away") < 40
+
+
+def test_without_any_answer_the_first_address_says_why(
+    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_to(monkeypatch, closed_port(), closed_port())
+    with pytest.raises(ConnectionRefusedError):
+        connect(loop, "tcp:somewhere:1")

@@ -244,3 +244,8 @@ def test_a_frame_may_have_many_segments(count: int) -> None:
     segments = [bytes([index % 256]) * (index % 7) for index in range(count)]
     message: Message = (5, 7, {"tensors": count}, segments)
     assert as_messages(feed(Decoder(LIMIT), stream_of([message]))) == [message]
+
+
+def test_a_wrong_first_byte_is_refused_without_waiting_for_more() -> None:
+    with pytest.raises(ProtocolError, match="does not speak"):
+        feed(Decoder(LIMIT), b"G")

@@ -75,3 +75,12 @@ def test_a_header_of_too_much_is_refused_and_takes_no_memory(packed: bytes) -> N
 def test_who_would_send_too_many_entries_is_told() -> None:
     with pytest.raises(ProtocolError, match=f"more than {MAX_ENTRIES} entries"):
         encode(5, 1, {"k": [[]] * (1 << 20)}, ())
+
+
+def test_a_header_may_have_long_lists() -> None:
+    for header in (
+        {"k": list(range(5000))},
+        {"k": [[1, [2, 3]]] * 20_000},
+        {"k": dict.fromkeys(range(3000))},
+    ):
+        assert unpack_header(memoryview(msgpack.packb(header))) == header
