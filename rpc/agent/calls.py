@@ -1,7 +1,8 @@
 """Calls at their caller: how they are made, how threads wait for them, how they end, and the table of all.
 
-A call is serialized on the caller's thread, entered into the table of calls, and sent (``dispatcher``). All
-begin in ``Caller.request``, or in ``inquire`` if the thread waits for the answer at once. At the callee,
+A call is serialized on the caller's thread, entered into the table of calls, and sent (``dispatcher``). They
+begin in ``Caller.request``, or in ``inquire`` if the thread waits for the answer at once; creations and parts
+of a backward, which are calls as well, open the table themselves, and begin in ``transmit``. At the callee,
 ``received_requests`` runs them.
 
 The thread that reads a reply only stores it in the call. A thread that waits for it reads the connection

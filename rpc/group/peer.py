@@ -36,7 +36,8 @@ MAX_DEPARTED: Final = 100
 class Peer:
     """Another worker: its description, the link to it, and the frames that wait for a connection.
 
-    ``send`` may be called on any thread, everything else on the loop's thread. Attributes may be read on any
+    Methods that send, acknowledge or wait may be called on any thread, those that change the link on the
+    loop's thread. Attributes may be read on any
     thread, and only methods change them.
 
     Args:

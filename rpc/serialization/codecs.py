@@ -1,8 +1,8 @@
 """Codecs: ways to serialize calls and values. A message contains the number of its codec.
 
-A worker answers in the codec of the request. Besides pickle, which every worker has, there can be one for
-peers in other
-languages: see ``Serializer.register_codec``.
+A worker answers in the codec of the request; failures and late answers are in the codec for the peer.
+Besides pickle, which every worker has, there can be one for peers in other languages: see
+``Serializer.register_codec``.
 """
 
 from __future__ import annotations

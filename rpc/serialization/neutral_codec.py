@@ -1,6 +1,6 @@
 """The codec without pickle, between workers of which one is in safe mode: see ``neutral`` and ``safe``.
 
-XX of a value is ``(value,)``. Failures are told by their headers alone.
+A value is sent as ``(value,)``. Failures are told by their headers alone.
 """
 
 from __future__ import annotations

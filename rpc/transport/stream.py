@@ -41,8 +41,8 @@ _RELEASE_SECONDS: Final = 0.001
 class StreamConnection:
     """Frames over a stream of bytes, which it owns.
 
-    ``send``, ``send_small`` and ``flush`` may be called from any thread, all other methods on the loop's
-    thread only. Arguments are as for ``WriteQueue``.
+    Methods that send and flush, and those for the inline reader, may be called from any thread, all others on
+    the loop's thread only. Arguments are as for ``WriteQueue``.
 
     Args:
         over_network: whether it may lead over a network, where several connections may have a higher
