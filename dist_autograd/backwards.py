@@ -1,9 +1,9 @@
 """The backward passes that this worker takes part in, started by it (the root) or by other workers.
 
 Marks and starts of parts that others continue are handled on the loop's thread, so no gradients overtake
-them; gradients on the thread that has received them. A worker's part runs on a thread of its own, which is not counted by the
-executor of calls, because it waits for other workers. A whole part waits for nothing, and runs as a call
-does: on the thread that received it, if that thread reads for itself.
+them; gradients on the thread that has received them. A worker's part runs on a thread of its own, which is
+not counted by the executor of calls, because it waits for other workers. A whole part waits for nothing, and
+runs as a call does: on the thread that received it, if that thread reads for itself.
 """
 
 from __future__ import annotations
