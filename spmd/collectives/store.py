@@ -13,7 +13,6 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from rpc.agent.agent import Agent
 from rpc.agent.futures import Future
 from rpc.errors import RpcError, RpcTimeoutError
-from rpc.functions import async_execution
 from rpc.group.workers import WorkerInfo
 from rpc.lifecycle.worker_watch import on_worker_lost
 from rpc.runtime.current import current_agent, extension
@@ -102,6 +101,10 @@ class _Keys:
         future.set_result(reason)
         return future
 
+    def end_wait(self, future: Future[str | None]) -> None:
+        with self._lock:
+            self._waiting = [each for each in self._waiting if each[1] is not future]
+
     def give_up(self, prefix: str, reason: str) -> None:
         with self._lock:
             self._given_up[prefix] = reason
@@ -134,10 +137,14 @@ def _ask(operation: str, arguments: tuple[Any, ...]) -> Any:
     return getattr(extension(_EXTENSION), operation)(*arguments)
 
 
-@async_execution
-def _wait(keys: Sequence[str]) -> Any:
-    """Handle a wait, at the serving worker."""
-    return extension(_EXTENSION).wait(keys)
+async def _wait(keys: Sequence[str]) -> Any:
+    """Handle a wait, at the serving worker, until its caller cancels it."""
+    store = extension(_EXTENSION)
+    future = store.wait(keys)
+    try:
+        return await future
+    finally:
+        store.end_wait(future)
 
 
 class WorkerStore(Store):
@@ -162,8 +169,8 @@ class WorkerStore(Store):
     def _call(self, operation: str, key: str, *arguments: Any) -> Any:
         return self._run(_ask, (operation, (self._prefix + key, *arguments)))
 
-    def _run(self, function: Any, arguments: tuple[Any, ...], timeout: timedelta | None = None) -> Any:
-        limit = (timeout or self._limit).total_seconds()
+    def _run(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        limit = self._limit.total_seconds()
         return current_agent().call_async(self._worker, function, arguments, {}, limit).wait()
 
     def give_up(self, reason: str) -> None:
@@ -200,13 +207,17 @@ class WorkerStore(Store):
         return bool(self._run(_ask, ("has", ([self._prefix + key for key in keys],))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit = timeout or self._limit
+        prefixed = [self._prefix + key for key in keys]
+        future = current_agent().call_async(self._worker, _wait, (prefixed,), {}, 0.0)
         try:
-            given_up = self._run(_wait, ([self._prefix + key for key in keys],), timeout)
+            given_up = future.wait(limit.total_seconds() or None)
         except RpcTimeoutError as error:
-            limit = timeout or self._limit
             raise DistStoreError(
                 f"nobody has set {', '.join(keys)} in the store at worker '{self._worker}' after {limit}"
             ) from error
+        finally:
+            future.cancel()  # if it has not ended: a call without an answer would keep workers from leaving
         if given_up is not None:
             raise StoreGivenUpError(given_up)
 
