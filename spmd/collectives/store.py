@@ -13,6 +13,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from rpc.agent.agent import Agent
 from rpc.agent.futures import Future
 from rpc.errors import RpcError, RpcTimeoutError
+from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
 from rpc.lifecycle.worker_watch import on_worker_lost
 from rpc.runtime.current import current_agent, extension
@@ -30,7 +31,7 @@ class _Keys:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
-        self._waiting: list[tuple[set[str], Future[str | None]]] = []
+        self._waiting: list[tuple[set[str], Future[str | None], int]] = []
         self._given_up: dict[str, str] = {}
 
     def put(self, key: str, value: bytes) -> None:
@@ -42,9 +43,9 @@ class _Keys:
     def _set(self, key: str, value: bytes) -> list[Future[str | None]]:
         """Set a key; returns the requests that do not wait any more."""
         self._values[key] = value
-        for missing, _ in self._waiting:
+        for missing, _, _ in self._waiting:
             missing.discard(key)
-        ready = [future for missing, future in self._waiting if not missing]
+        ready = [future for missing, future, _ in self._waiting if not missing]
         self._waiting = [each for each in self._waiting if each[0]]
         return ready
 
@@ -87,16 +88,16 @@ class _Keys:
         with self._lock:
             return len(self._values)
 
-    def wait(self, keys: Sequence[str]) -> Future[str | None]:
-        """Return a future that is done when all keys are set; its value is the reason if they never
-        will be.
+    def wait(self, keys: Sequence[str], incarnation: int) -> Future[str | None]:
+        """Return a future that is done when all keys are set, or the worker that waits is gone, given by its
+        incarnation; its value is the reason if they never will be.
         """
         future: Future[str | None] = Future()
         with self._lock:
             missing = {key for key in keys if key not in self._values}
             reason = next((why for prefix, why in self._given_up.items() if _begin(missing, prefix)), None)
             if missing and reason is None:
-                self._waiting.append((missing, future))
+                self._waiting.append((missing, future, incarnation))
                 return future
         future.set_result(reason)
         return future
@@ -108,8 +109,15 @@ class _Keys:
     def give_up(self, prefix: str, reason: str) -> None:
         with self._lock:
             self._given_up[prefix] = reason
-            ended = [future for missing, future in self._waiting if _begin(missing, prefix)]
+            ended = [future for missing, future, _ in self._waiting if _begin(missing, prefix)]
             self._waiting = [each for each in self._waiting if each[1] not in ended]
+        for future in ended:
+            future.set_result(reason)
+
+    def peer_gone(self, peer: Peer, reason: str) -> None:
+        with self._lock:
+            ended = [future for _, future, incarnation in self._waiting if incarnation == peer.incarnation]
+            self._waiting = [each for each in self._waiting if each[2] != peer.incarnation]
         for future in ended:
             future.set_result(reason)
 
@@ -120,7 +128,8 @@ def _begin(keys: set[str], prefix: str) -> bool:
 
 def install(agent: Agent) -> None:
     """Make an agent serve a store, as an extension of the agent."""
-    agent.extensions[_EXTENSION] = _Keys()
+    keys = agent.extensions[_EXTENSION] = _Keys()
+    agent.lifecycle.hooks.gone.append(keys.peer_gone)
     agent.serializer.allow_function(_ask)
     agent.serializer.allow_function(_wait)
 
@@ -137,10 +146,10 @@ def _ask(operation: str, arguments: tuple[Any, ...]) -> Any:
     return getattr(extension(_EXTENSION), operation)(*arguments)
 
 
-async def _wait(keys: Sequence[str]) -> Any:
-    """Handle a wait, at the serving worker, until its caller cancels it."""
+async def _wait(keys: Sequence[str], incarnation: int) -> Any:
+    """Handle a wait, at the serving worker, until its caller cancels it or is gone."""
     store = extension(_EXTENSION)
-    future = store.wait(keys)
+    future = store.wait(keys, incarnation)
     try:
         return await future
     finally:
@@ -209,7 +218,8 @@ class WorkerStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         limit = timeout or self._limit
         prefixed = [self._prefix + key for key in keys]
-        future = current_agent().call_async(self._worker, _wait, (prefixed,), {}, 0.0)
+        agent = current_agent()
+        future = agent.call_async(self._worker, _wait, (prefixed, agent.incarnation), {}, 0.0)
         try:
             given_up = future.wait(limit.total_seconds() or None)
         except RpcTimeoutError as error:
