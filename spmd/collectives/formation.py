@@ -1,7 +1,8 @@
 """Forming a group: its ranks find out which of them share memory, and map it.
 
-1. Each rank tells all others who it is, and tells rank 0 the number of the group.
-2. On each host the first rank creates the memory and sends its descriptor to the others.
+1. Each rank tells all others which group it forms, and on which host it is. Each two ranks agree on the tags
+   of their messages: the one with the smaller incarnation has reserved them.
+2. On each host the first rank creates the memory. The others listen, and it sends them its descriptor.
 3. Each rank tells all others whether it has the memory. If one has not, the ranks of its host use messages.
 """
 

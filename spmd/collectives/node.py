@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore, default_pg_timeout  # type: ignore[attr-defined]
 
 from rpc.agent.agent import Agent
 from rpc.agent.lifecycle import Lifecycle
@@ -25,14 +25,18 @@ from rpc.errors import GroupMismatchError, NotInitializedError, RendezvousTimeou
 from rpc.group.peer import Peer
 from rpc.lifecycle.own_backend import start_separate_agent
 from rpc.options import AgentOptions
-from rpc.rendezvous.store import SharedStore, run_with_deadline
+from rpc.rendezvous.store import SharedStore, StoreWait, run_with_deadline
 from rpc.rendezvous.token import WAYS, find_credential
+from rpc.runtime.blocking import check_may_block
 from rpc.runtime.current import current_agent
 from rpc.runtime.tasks import Task
 from rpc.transport.authentication import ForeignRecordError, Seal
+from spmd.collectives.errors import StoreGivenUpError
 from spmd.collectives.flight_recorder import FlightRecorder
 
 __all__ = ["Node", "WatchesWorkers", "agent_of_rpc", "exchanged", "find_node", "master_of"]
+
+T = TypeVar("T")
 
 _NONE: Final = "-"
 _LOOK_SECONDS: Final = 2.0
@@ -199,13 +203,14 @@ def find_node(store: Store, rank: int, size: int, timeout: float, options: Agent
     Args:
         store: store under a prefix of this group; all ranks call this at the same time.
         rank, size: rank of this process in the group, and number of ranks.
-        timeout: maximum time in seconds to wait for all.
+        timeout: maximum time in seconds to wait for all; 0: c10d's default.
         options: options of an agent; if given, one is started.
 
     Raises:
         RendezvousTimeoutError: not all ranks have come; names the missing ones.
         GroupMismatchError: a rank has another token.
     """
+    timeout = timeout or default_pg_timeout.total_seconds()
     turn = run_with_deadline(lambda _: store.add(f"turn/{rank}", 1), timeout, "the process group's store")
     store = PrefixStore(f"{turn}", store)
     mine = None if options is not None else agent_of_rpc()
@@ -213,8 +218,10 @@ def find_node(store: Store, rank: int, size: int, timeout: float, options: Agent
     seal = Seal(find_credential(given, os.environ).token)
 
     def tell(what: str, text: str) -> list[str]:
-        said = exchanged(store, what, seal.close(f"{what}/{rank}", text.encode()), rank, size, timeout)
-        return [_opened(seal, f"{what}/{other}", sealed, rank) for other, sealed in enumerate(said)]
+        def read(other: int, sealed: bytes) -> str:
+            return _opened(seal, f"{what}/{other}", sealed, rank)
+
+        return exchanged(store, what, seal.close(f"{what}/{rank}", text.encode()), rank, size, timeout, read)
 
     said = tell("agent", _NONE if mine is None else _identity(mine))
     peers = None if mine is None else _peers_of(mine, said)
@@ -267,27 +274,43 @@ def _opened(seal: Seal, name: str, sealed: bytes, rank: int) -> str:
         ) from error
 
 
-def exchanged(store: Store, what: str, mine: bytes, rank: int, size: int, timeout: float) -> list[bytes]:
-    """Publish a message of this rank, once; returns the messages of all ranks, by rank.
+def exchanged(
+    store: Store,
+    what: str,
+    mine: bytes,
+    rank: int,
+    size: int,
+    timeout: float,
+    read: Callable[[int, bytes], T],
+) -> list[T]:
+    """Publish a message of this rank, once; returns what all ranks have said, by rank.
 
     Args:
-        store: of the ranks.
+        store: of the ranks. One that is written in Python needs ``wait`` with a timeout, and ``check``.
         what: name of the messages, which only this exchange uses.
         mine: this rank's message.
         rank, size: of this rank, and the number of ranks; all call this.
         timeout: maximum time in seconds to wait for the other ranks.
+        read: takes a rank and its message, and returns what it has said; called in the order of the ranks,
+            as soon as each message is there. What it raises ends the exchange.
 
     Raises:
+        BlockingCallError: called inside an ``async def`` callee.
         RendezvousTimeoutError: not all ranks have come in time; names the missing ones.
         StoreGivenUpError: forming the group was given up.
     """
+    check_may_block()
     waiting_for = f"the process group's store (the {what} of all ranks)"
     names = [f"{what}/{other}" for other in range(size)]
 
-    def ask(_: object) -> list[bytes]:
+    def ask(waiting: StoreWait) -> list[T]:
         store.set(names[rank], mine)  # type: ignore[arg-type]
-        store.wait(names, timedelta(seconds=timeout))
-        return [store.get(name) for name in names]
+        said = []
+        for other, name in enumerate(names):
+            # c10d drops fractions of milliseconds, and 0 is no limit.
+            store.wait([name], timedelta(milliseconds=int(waiting.remaining * 1000) + 1))
+            said.append(read(other, store.get(name)))
+        return said
 
     def look(_: object) -> list[str]:
         return [str(other) for other, name in enumerate(names) if not store.check([name])]
@@ -295,6 +318,8 @@ def exchanged(store: Store, what: str, mine: bytes, rank: int, size: int, timeou
     began = monotonic()
     try:
         return run_with_deadline(ask, timeout, waiting_for)
+    except (StoreGivenUpError, GroupMismatchError):
+        raise
     except RuntimeError as error:
         if monotonic() - began < timeout:
             raise  # it is not a timeout: the store gives the reason

@@ -13,7 +13,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from rpc.agent.agent import Agent
 from rpc.agent.futures import Future
 from rpc.errors import RpcError, RpcTimeoutError
-from rpc.functions import async_execution
+from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
 from rpc.lifecycle.worker_watch import on_worker_lost
 from rpc.runtime.current import current_agent, extension
@@ -31,7 +31,7 @@ class _Keys:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
-        self._waiting: list[tuple[set[str], Future[str | None]]] = []
+        self._waiting: list[tuple[set[str], Future[str | None], int]] = []
         self._given_up: dict[str, str] = {}
 
     def put(self, key: str, value: bytes) -> None:
@@ -43,9 +43,9 @@ class _Keys:
     def _set(self, key: str, value: bytes) -> list[Future[str | None]]:
         """Set a key; returns the requests that do not wait any more."""
         self._values[key] = value
-        for missing, _ in self._waiting:
+        for missing, _, _ in self._waiting:
             missing.discard(key)
-        ready = [future for missing, future in self._waiting if not missing]
+        ready = [future for missing, future, _ in self._waiting if not missing]
         self._waiting = [each for each in self._waiting if each[0]]
         return ready
 
@@ -88,25 +88,36 @@ class _Keys:
         with self._lock:
             return len(self._values)
 
-    def wait(self, keys: Sequence[str]) -> Future[str | None]:
-        """Return a future that is done when all keys are set; its value is the reason if they never
-        will be.
+    def wait(self, keys: Sequence[str], incarnation: int) -> Future[str | None]:
+        """Return a future that is done when all keys are set, or the worker that waits is gone, given by its
+        incarnation; its value is the reason if they never will be.
         """
         future: Future[str | None] = Future()
         with self._lock:
             missing = {key for key in keys if key not in self._values}
             reason = next((why for prefix, why in self._given_up.items() if _begin(missing, prefix)), None)
             if missing and reason is None:
-                self._waiting.append((missing, future))
+                self._waiting.append((missing, future, incarnation))
                 return future
         future.set_result(reason)
         return future
 
+    def end_wait(self, future: Future[str | None]) -> None:
+        with self._lock:
+            self._waiting = [each for each in self._waiting if each[1] is not future]
+
     def give_up(self, prefix: str, reason: str) -> None:
         with self._lock:
             self._given_up[prefix] = reason
-            ended = [future for missing, future in self._waiting if _begin(missing, prefix)]
+            ended = [future for missing, future, _ in self._waiting if _begin(missing, prefix)]
             self._waiting = [each for each in self._waiting if each[1] not in ended]
+        for future in ended:
+            future.set_result(reason)
+
+    def peer_gone(self, peer: Peer, reason: str) -> None:
+        with self._lock:
+            ended = [future for _, future, incarnation in self._waiting if incarnation == peer.incarnation]
+            self._waiting = [each for each in self._waiting if each[2] != peer.incarnation]
         for future in ended:
             future.set_result(reason)
 
@@ -117,7 +128,8 @@ def _begin(keys: set[str], prefix: str) -> bool:
 
 def install(agent: Agent) -> None:
     """Make an agent serve a store, as an extension of the agent."""
-    agent.extensions[_EXTENSION] = _Keys()
+    keys = agent.extensions[_EXTENSION] = _Keys()
+    agent.lifecycle.hooks.gone.append(keys.peer_gone)
     agent.serializer.allow_function(_ask)
     agent.serializer.allow_function(_wait)
 
@@ -134,10 +146,14 @@ def _ask(operation: str, arguments: tuple[Any, ...]) -> Any:
     return getattr(extension(_EXTENSION), operation)(*arguments)
 
 
-@async_execution
-def _wait(keys: Sequence[str]) -> Any:
-    """Handle a wait, at the serving worker."""
-    return extension(_EXTENSION).wait(keys)
+async def _wait(keys: Sequence[str], incarnation: int) -> Any:
+    """Handle a wait, at the serving worker, until its caller cancels it or is gone."""
+    store = extension(_EXTENSION)
+    future = store.wait(keys, incarnation)
+    try:
+        return await future
+    finally:
+        store.end_wait(future)
 
 
 class WorkerStore(Store):
@@ -162,8 +178,8 @@ class WorkerStore(Store):
     def _call(self, operation: str, key: str, *arguments: Any) -> Any:
         return self._run(_ask, (operation, (self._prefix + key, *arguments)))
 
-    def _run(self, function: Any, arguments: tuple[Any, ...], timeout: timedelta | None = None) -> Any:
-        limit = (timeout or self._limit).total_seconds()
+    def _run(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        limit = self._limit.total_seconds()
         return current_agent().call_async(self._worker, function, arguments, {}, limit).wait()
 
     def give_up(self, reason: str) -> None:
@@ -200,13 +216,18 @@ class WorkerStore(Store):
         return bool(self._run(_ask, ("has", ([self._prefix + key for key in keys],))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit = timeout or self._limit
+        prefixed = [self._prefix + key for key in keys]
+        agent = current_agent()
+        future = agent.call_async(self._worker, _wait, (prefixed, agent.incarnation), {}, 0.0)
         try:
-            given_up = self._run(_wait, ([self._prefix + key for key in keys],), timeout)
+            given_up = future.wait(limit.total_seconds() or None)
         except RpcTimeoutError as error:
-            limit = timeout or self._limit
             raise DistStoreError(
                 f"nobody has set {', '.join(keys)} in the store at worker '{self._worker}' after {limit}"
             ) from error
+        finally:
+            future.cancel()  # if it has not ended: a call without an answer would keep workers from leaving
         if given_up is not None:
             raise StoreGivenUpError(given_up)
 

@@ -108,7 +108,7 @@ def agreed(
     """
     limit = (timeout or default_pg_timeout).total_seconds()
     text = json.dumps([mine.config, place]).encode()
-    told = [json.loads(each) for each in exchanged(store, "backends", text, rank, size, limit)]
+    told = exchanged(store, "backends", text, rank, size, limit, lambda _, said: json.loads(said))
     places = [place for _, place in told if place is not None]
     alike = {config for config, _ in told} == {mine.config} and len(set(places)) == len(places)
     return mine if alike else Vendors({})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import rpc
 import spmd
-from rpc.errors import GroupMismatchError
+from rpc.errors import BlockingCallError, GroupMismatchError, RendezvousTimeoutError
 from rpc.runtime.current import current_agent
 from spmd.collectives.errors import CollectiveError
 from spmd.collectives.one_host.local import LocalCollectives
@@ -92,6 +93,33 @@ def test_sub_groups_and_meshes_are_made_of_it(worker: Worker) -> None:
     dist.all_reduce(tensor, group=mesh["tp"].get_group())
     assert tensor.item() == (1.0 if worker.rank < 2 else 5.0)
     dist.destroy_process_group()
+
+
+@in_all(2)
+def test_without_a_timeout_it_is_formed_all_the_same(worker: Worker) -> None:
+    spmd.init_process_group(timedelta(0))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 2
+    dist.destroy_process_group()
+
+
+async def form_in_a_coroutine() -> None:
+    spmd.init_process_group()
+
+
+@in_all(1)
+def test_a_coroutine_may_not_form_one(worker: Worker) -> None:
+    with pytest.raises(BlockingCallError, match="inside an async def callee"):
+        rpc.rpc_sync("worker0", form_in_a_coroutine)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@in_all(2)
+def test_all_can_leave_after_one_has_waited_in_vain(worker: Worker, rank: int) -> None:
+    if worker.rank == rank:
+        with pytest.raises(RendezvousTimeoutError, match=f"missing: {1 - rank}"):
+            spmd.init_process_group(timedelta(milliseconds=300))
 
 
 @in_processes(1)

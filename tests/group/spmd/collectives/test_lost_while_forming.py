@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 import spmd
 from rpc.errors import WorkerLostError
+from rpc.runtime.current import current_agent
 from tests.support.default_device import not_on_devices
+from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
 
 PATIENT = {"lost_after": 5, "reconnect_within": 5}
@@ -69,3 +71,19 @@ def test_a_process_group_is_given_up_on_all_ranks(run_workers: RunWorkers) -> No
     workers[2].kill()
     for each in list(workers)[:2]:
         assert "'worker2'" in each.result()
+
+
+def serve_until_one_waits(worker: Worker) -> None:
+    with worker.group(**PATIENT):
+        worker.report("ready")
+        until(lambda: current_agent().get_debug_info()["agent.postponed_requests"])
+        worker.report("one waits")
+
+
+def test_who_serves_the_store_can_leave_when_one_that_waits_there_is_killed(run_workers: RunWorkers) -> None:
+    workers = run_workers.start([serve_until_one_waits, lambda worker: drive(worker, begin_group)])
+    workers.wait_for("ready")
+    workers[1].tell("go")
+    workers[0].wait_for("one waits")
+    workers[1].kill()
+    workers[0].result()

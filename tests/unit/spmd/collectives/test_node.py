@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from rpc.errors import GroupMismatchError, RendezvousTimeoutError
 from rpc.options import AgentOptions
 from rpc.transport.authentication import Seal
-from spmd.collectives.node import Node, find_node
+from spmd.collectives.errors import StoreGivenUpError
+from spmd.collectives.node import Node, exchanged, find_node
 from tests.support.finalizers import ends_soon, running_in_locked_sections
 
 
@@ -31,7 +33,17 @@ def test_a_rank_with_another_token_is_named() -> None:
     with pytest.raises(
         GroupMismatchError, match=r"rank 1 of .* has another token than rank 0.*FARCALL_TOKEN"
     ):
-        find_node(store, 0, 2, 5, options)
+        find_node(store, 0, 3, 5, options)  # rank 2 has not come
+
+
+@pytest.mark.parametrize("kind", [StoreGivenUpError, GroupMismatchError])
+def test_a_reason_that_is_known_at_the_deadline_is_given(kind: type[Exception]) -> None:
+    def read(rank: int, _: bytes) -> None:
+        Event().wait(0.2)
+        raise kind("the reason")
+
+    with pytest.raises(kind, match="the reason"):
+        exchanged(HashStore(), "words", b"-", 0, 2, 0.1, read)
 
 
 class Watching:
