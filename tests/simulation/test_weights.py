@@ -32,6 +32,10 @@ def test_promises_hold_whichever_message_is_the_last_of_a_worker() -> None:
         Run(seed).run()
 
 
+def test_promises_hold_when_a_worker_dies_late_while_all_look_again() -> None:
+    Run(102).run()
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(10))
