@@ -111,7 +111,7 @@ class Lock:
 
     def __enter__(self) -> None:
         loop = self.run.loop
-        if loop in self._held:
+        while loop in self._held:  # another thread may have it by the time that this one goes on
             self.run.threads.wait(lambda: loop not in self._held)
         self._held.add(loop)
 
@@ -241,8 +241,10 @@ class Run:
 
     def _open(self, worker: Worker) -> Store:
         number = worker.member.info.id
-        opened = Store("policy", on="w0", keep=5, copies=self.copies)
-        self._opened.add(number)
+        try:
+            opened = Store("policy", on="w0", keep=5, copies=self.copies)
+        finally:
+            self._opened.add(number)  # the store may have been lost; the others do not wait for it then
         self.threads.wait(lambda: all(each.member.info.id in self._opened for each in self._living))
         return opened
 
@@ -276,7 +278,7 @@ class Run:
             while last != _NUMBERS[-1]:
                 last = self._get(opened, newer_than=last, timeout=100.0)
                 if self.clock.chance.random() < 0.5:
-                    with opened.lease() as lease:
+                    with opened.lease(timeout=100.0) as lease:  # what was read may be gone, and not put again
                         self._check(lease.version, dict(lease))
 
     def _get(self, opened: Store, **wanted: Any) -> int:
