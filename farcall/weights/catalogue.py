@@ -392,7 +392,9 @@ class Catalogue:
         self._end_if_unused(version)
 
     def _end_if_unused(self, version: Version) -> None:
-        if not version.leases and self.whole.get(version.number) is not version:
+        # an open one has leases while it is relayed: whether these end or not, its writers need its memory
+        there = self.whole.get(version.number), self.open.get(version.number)
+        if not version.leases and version not in there:
             self._end(version)
 
     def _end(self, version: Version) -> None:

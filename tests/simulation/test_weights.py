@@ -32,6 +32,19 @@ def test_promises_hold_whichever_message_is_the_last_of_a_worker() -> None:
         Run(seed).run()
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(102, id="while all look again"),
+        pytest.param(164, id="while a version is relayed to it"),
+        pytest.param(226, id="before all have opened the store"),
+        pytest.param(276, id="before the second copy has what was read"),
+    ],
+)
+def test_promises_hold_when_a_worker_dies(seed: int) -> None:
+    Run(seed).run()
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(10))

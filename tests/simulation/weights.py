@@ -111,7 +111,7 @@ class Lock:
 
     def __enter__(self) -> None:
         loop = self.run.loop
-        if loop in self._held:
+        while loop in self._held:  # another thread may have it by the time that this one goes on
             self.run.threads.wait(lambda: loop not in self._held)
         self._held.add(loop)
 
@@ -167,13 +167,18 @@ class Run:
                     self._start(worker, self._look_again)
             self._until_all_have_ended("the last looks")
             self.clock.run(_KEEPALIVE_SECONDS + 3 * _LOST_SECONDS)
-            self._start(self._living[-1], self._look_at_leases)
+            self._start(self._survivor, self._look_at_leases)
             self._until_all_have_ended("the look at leases")
         return self.clock.happened
 
     @property
     def _living(self) -> list[Worker]:
         return [each for each in self.workers if each.alive]
+
+    @property
+    def _survivor(self) -> Worker:
+        """The last worker that does not die: the victim, if it lives still, may be about to."""
+        return [each for each in self.workers if each is not self.workers[self.victim]][-1]
 
     def _add(self, number: int) -> None:
         options = AgentOptions(lost_after=_LOST_SECONDS, reconnect_within=_LOST_SECONDS, slow_call_seconds=0)
@@ -236,8 +241,10 @@ class Run:
 
     def _open(self, worker: Worker) -> Store:
         number = worker.member.info.id
-        opened = Store("policy", on="w0", keep=5, copies=self.copies)
-        self._opened.add(number)
+        try:
+            opened = Store("policy", on="w0", keep=5, copies=self.copies)
+        finally:
+            self._opened.add(number)  # the store may have been lost; the others do not wait for it then
         self.threads.wait(lambda: all(each.member.info.id in self._opened for each in self._living))
         return opened
 
@@ -271,7 +278,7 @@ class Run:
             while last != _NUMBERS[-1]:
                 last = self._get(opened, newer_than=last, timeout=100.0)
                 if self.clock.chance.random() < 0.5:
-                    with opened.lease() as lease:
+                    with opened.lease(timeout=100.0) as lease:  # what was read may be gone, and not put again
                         self._check(lease.version, dict(lease))
 
     def _get(self, opened: Store, **wanted: Any) -> int:
@@ -286,7 +293,9 @@ class Run:
                 raise Violation(f"version {number} is torn: {name!r} is {values[name]}")
 
     def _look_again(self, worker: Worker) -> None:
-        """All versions that were whole are there after the death, and the store goes on."""
+        """All versions that were whole are there after the death, and the store goes on. The death may come
+        only now.
+        """
         try:
             opened = Store("policy", on="w0", copies=self.copies)
             lost = self.whole.difference(opened.versions())
@@ -294,7 +303,7 @@ class Run:
                 raise Violation(f"versions {lost} were told whole, and are gone")
             for number in sorted(self.whole):
                 self._get(opened, version=number)
-            if worker is self._living[-1] and not opened.put(_LAST, state(_LAST)):
+            if worker is self._survivor and not opened.put(_LAST, state(_LAST)):
                 raise Violation("a whole version is not whole")
             self._get(opened, version=_LAST, timeout=100.0)
         except WorkerLostError as error:  # there may be no other copy, or nothing to copy

@@ -64,6 +64,21 @@ def test_memory_is_kept_with_a_version_and_after_that_with_its_leases() -> None:
     assert begin(catalogue, 1, 0, A, parts=1) is second, "it is whole, whoever uses its memory"
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_open_version_keeps_its_memory_when_its_last_lease_ends(*, is_lost: bool) -> None:
+    catalogue, lease = Catalogue("policy", 2), Lease(B, 1)
+    version = begin(catalogue, 1, 0, A, parts=1)
+    catalogue.lease(version, lease)  # as another host's copy has, to which it is relayed
+    if is_lost:
+        catalogue.lost(B, lives=False)
+    else:
+        catalogue.release(lease, used=False)
+    assert catalogue.freed() == [], "it is being written"
+    assert catalogue.written(1, 0, A)
+    assert version.memory
+    assert not version.ended
+
+
 def test_a_writer_in_the_middle_is_told_that_another_one_was_lost() -> None:
     catalogue = Catalogue("policy", 2)
     for part, who in ((0, A), (1, B)):
