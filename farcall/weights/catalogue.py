@@ -321,8 +321,9 @@ class Catalogue:
         self.name, self.keep = name, keep
         listed = {serial: (number, metadata) for number, serial, metadata in versions}
         last = {number: serial for serial, (number, _) in sorted(listed.items()) if serial in self.whole}
+        kept = set(last.values())
         for serial, version in list(self.whole.items()):
-            if serial not in last.values():  # it is not listed, or another one was put later under its number
+            if serial not in kept:  # it is not listed, or another one was put later under its number
                 self._remove(version)
         there = sorted(self.whole.values(), key=lambda version: version.number)
         for version in there:

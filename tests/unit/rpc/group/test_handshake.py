@@ -284,7 +284,7 @@ def test_a_welcome_is_good_for_one_connection() -> None:
 
 
 def test_a_proof_for_another_worker_is_not_taken() -> None:
-    """Whoever a worker connects to passes its proof on to a third one, under another hello."""
+    """An impostor forwards the proof that a worker has sent it to a third worker, with a hello of its own."""
     one, other = dialler(), acceptor()
     one.greet(Hello(A, 666, "group"))
     challenge = answer(other, dialler().greet(Hello(A, B.incarnation, "group")))

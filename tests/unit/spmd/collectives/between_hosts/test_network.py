@@ -213,7 +213,7 @@ def gather_and_scatter(mine: Any, rank: int, size: int, count: int) -> Results:
 
 
 def reduce_scatter(mine: Any, rank: int, size: int, count: int) -> Results:
-    """Inputs stay as they are, but for the one that is the output as well."""
+    """With and without a result in place: only the input that is also the output is changed."""
     results = []
     for operation, factor in ((ReduceOp.AVG, 1 / size), (_make_nccl_premul_sum(2.0), 2.0)):
         for in_place in (False, True):
