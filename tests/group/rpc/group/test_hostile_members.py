@@ -6,7 +6,6 @@ import re
 import resource
 import socket
 import struct
-import time
 from typing import Any
 
 import rpc
@@ -18,6 +17,7 @@ from tests.support import backend
 from tests.support.hostile import Hostile, Target, frame, target
 from tests.support.orders import add_follower, ask, dismiss, start_followers
 from tests.support.serving import open_gate, wait_at_gate
+from tests.support.streams import until
 from tests.support.tracked import Tracked
 from tests.support.workers import TIME_LIMIT, RunWorkers, Workers
 from tests.unit.rpc.bulk.shared_memory.ends import open_descriptors
@@ -183,8 +183,8 @@ def create_what_waits_for_itself(at: Target) -> None:
 
 
 def wait_until_nothing_is_kept() -> None:
-    while any(current_agent().extensions["rref"].counts().values()):
-        time.sleep(0.01)
+    references = current_agent().extensions["rref"]
+    until(lambda: not any(references.counts().values()))
 
 
 def test_creations_of_a_dead_worker_that_wait_for_each_other_end_with_it(run_workers: RunWorkers) -> None:
