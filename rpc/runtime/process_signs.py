@@ -14,16 +14,17 @@ __all__ = [
     "ProcessSigns",
     "computes",
     "has_ended",
+    "has_own_proc",
     "process_signs",
+    "start_time",
     "stat_fields",
     "waited_for_core",
 ]
 
-_STATE, _UTIME, _STIME, _START = 0, 11, 12, 19  # in /proc/PID/stat, behind the name (proc(5))
+_STATE, _FLAGS, _UTIME, _STIME, _START = 0, 6, 11, 12, 19  # in /proc/PID/stat, behind the name (proc(5))
 _BUSY: Final = frozenset("RD")
 _STOPPED: Final = frozenset("Tt")
-
-
+_EXITING: Final = 0x4  # PF_EXITING, which the kernel sets before it takes memory and sockets away
 _CANNOT_LOOK: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -69,7 +70,9 @@ def process_signs(process: int) -> ProcessSigns | None:
 
 
 def has_ended(process: int) -> bool:
-    """Return whether a process of this PID namespace has ended, also if its parent has not waited for it."""
+    """Return whether a process of this PID namespace runs no code any more: it has ended, whether or not its
+    parent has waited for it, or the kernel is ending it, which closes its sockets before its parent can wait.
+    """
     try:
         descriptor = os.pidfd_open(process)
     except OSError as error:
@@ -77,9 +80,45 @@ def has_ended(process: int) -> bool:
     try:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(poll.poll(0)) or (has_own_proc() and _is_ending(process))
     finally:
         os.close(descriptor)
+
+
+def start_time(process: int) -> int | None:
+    """Return the start time of a process, which distinguishes it from a later one with the same id, in the
+    kernel's clock ticks; None if there is none in ``/proc``. Raises ``OSError``.
+    """
+    try:
+        return int(stat_fields(f"/proc/{process}/stat")[_START])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def has_own_proc() -> bool:
+    """Whether ``/proc`` has the processes of this PID namespace."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
+
+
+def _is_ending(process: int) -> bool:
+    """Whether no thread of a process returns from the kernel any more."""
+    try:
+        threads = os.listdir(f"/proc/{process}/task")
+    except OSError:
+        return False
+    return all(_thread_is_ending(f"/proc/{process}/task/{each}/stat") for each in threads)
+
+
+def _thread_is_ending(path: str) -> bool:
+    try:
+        return bool(int(stat_fields(path)[_FLAGS]) & _EXITING)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
 
 
 def computes(before: ProcessSigns | None, now: ProcessSigns | None) -> bool:

@@ -7,7 +7,6 @@ as certain is explained in ``agreement``, "One job, never two".
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterable
@@ -19,7 +18,7 @@ from rpc.errors import NotInitializedError, RendezvousError, RpcError
 from rpc.group.peer import Peer
 from rpc.rendezvous.log import Log
 from rpc.rendezvous.store import SharedStore
-from rpc.runtime.process_signs import has_ended, stat_fields
+from rpc.runtime.process_signs import has_ended, has_own_proc, start_time
 from spmd.elastic.errors import ElasticError
 
 __all__ = ["FINISHED", "LOG_SECONDS", "Losses", "Observer"]
@@ -37,8 +36,6 @@ _NOTICE_SECONDS: Final = 12.0
 _STOPPED_SECONDS: Final = 8.0
 """A pause of the agent's loop after which this process may have been excluded unnoticed."""
 
-_EXITING: Final = 0x4  # PF_EXITING, in /proc/PID/stat
-_STATE, _FLAGS, _START = 0, 6, 19  # fields behind the name (proc(5))
 _ENDED: Final = -1
 """In place of the time when a process was started."""
 
@@ -157,10 +154,10 @@ class Losses:
             if peer is None or peer.lost is not None or each in self._processes:
                 continue
             process = peer.link.process
-            if peer.member.host == own_host and process is not None and _has_own_proc():
-                fields = _stat(process)
-                if fields is not None or has_ended(process):  # it may only be hidden
-                    self._processes[each] = process, _ENDED if fields is None else int(fields[_START])
+            if peer.member.host == own_host and process is not None and has_own_proc():
+                start = start_time(process)
+                if start is not None or has_ended(process):  # it may only be hidden
+                    self._processes[each] = process, _ENDED if start is None else start
 
     def cut_off(self, workers: Collection[int], reason: str, released: threading.Event) -> None:
         """Cut off workers without which the others go on, so that they know of no death for certain from now
@@ -243,27 +240,9 @@ def _present(log: Log) -> set[int]:
     }
 
 
-def _has_own_proc() -> bool:
-    """Whether ``/proc`` has the processes of this PID namespace."""
-    try:
-        return os.readlink("/proc/self") == str(os.getpid())
-    except OSError:
-        return False
-
-
-def _stat(process: int) -> list[str] | None:
-    try:
-        return stat_fields(f"/proc/{process}/stat")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-
-
 def _has_ended(process: int, start: int) -> bool:
-    """Whether a process runs no code any more: the kernel sets the flag before it closes sockets."""
+    """Whether a process runs no code any more, or another one has its id."""
     try:
-        fields = _stat(process)
+        return start_time(process) != start or has_ended(process)
     except OSError:
         return False  # this process could not look
-    if fields is None or int(fields[_START]) != start:
-        return True
-    return fields[_STATE] in "ZX" or bool(int(fields[_FLAGS]) & _EXITING)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import signal
+import threading
 
 import pytest
 
 from rpc.runtime import process_signs as module
-from rpc.runtime.process_signs import UNKNOWN, computes, has_ended, process_signs, waited_for_core
+from rpc.runtime.process_signs import (
+    UNKNOWN,
+    computes,
+    has_ended,
+    process_signs,
+    stat_fields,
+    waited_for_core,
+)
+from tests.support.streams import until
 
 
 def test_process_that_runs_computes() -> None:
@@ -36,6 +47,37 @@ def test_process_has_ended_before_its_parent_has_waited_for_it() -> None:
     os.waitpid(process, 0)
     assert has_ended(process)
     assert not has_ended(os.getpid())
+
+
+def test_process_has_ended_once_its_descriptors_are_closed() -> None:
+    """The connection of a worker that was killed ends before the kernel tells the end of its process."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    ours, theirs = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(ours)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # ends once its parent waits
+        os._exit(0)
+    os.close(theirs)
+    try:
+        assert not os.read(ours, 1)
+        assert has_ended(process)
+    finally:
+        os.close(ours)
+        os.waitpid(process, 0)
+        os.sched_setaffinity(0, cores)
+
+
+def test_process_has_not_ended_while_a_thread_of_it_runs() -> None:
+    process = os.fork()
+    if process == 0:
+        threading.Thread(target=signal.pause).start()
+        ctypes.CDLL(None).pthread_exit(None)
+    until(lambda: stat_fields(f"/proc/{process}/stat")[0] == "Z")
+    assert not has_ended(process)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
