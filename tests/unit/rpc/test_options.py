@@ -17,12 +17,6 @@ from rpc.options import (
 CUDA = [torch.device("cuda", index) for index in range(3)]
 
 
-def test_base_options_have_a_timeout_and_a_meeting_place() -> None:
-    assert (RpcBackendOptions().rpc_timeout, RpcBackendOptions().init_method) == (60.0, "env://")
-    options = RpcBackendOptions(3, "file:///tmp/x")
-    assert (options.rpc_timeout, options.init_method) == (3.0, "file:///tmp/x")
-
-
 def test_subclass_may_call_the_base_directly_and_add_attributes() -> None:
     class Own(RpcBackendOptions):
         def __init__(self) -> None:

@@ -46,13 +46,6 @@ class Shell:
             function(None)
 
 
-def test_a_step_is_taken_at_once_and_what_it_asks_for_is_done() -> None:
-    shell = Shell()
-    rref = shell.steps.do(shell.protocol.own)
-    shell.steps.do(shell.protocol.release, rref)
-    assert shell.acted == [Free(rref)]
-
-
 def test_a_step_in_the_middle_of_another_is_taken_after_it() -> None:
     shell = Shell()
     order: list[str] = []

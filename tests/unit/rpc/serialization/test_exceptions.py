@@ -27,13 +27,6 @@ def printed(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def test_remote_traceback_is_printed_with_the_exception() -> None:
-    text = printed(raised(trouble, 2))
-    assert "Traceback on worker 'callee':" in text
-    assert text.count("in trouble") == 3
-    assert "ValueError: trouble" in text
-
-
 def test_causes_are_part_of_the_remote_traceback() -> None:
     def chained() -> None:
         try:

@@ -1,15 +1,12 @@
 """The reference protocol, sentence by sentence: owning, passing on, ending. Worker 1 owns the object."""
 
-import re
-import textwrap
 from typing import Any
 
 import pytest
 
 from rpc.errors import ProtocolError, RRefError
-from rref.protocol import owner, user
 from rref.protocol.machine import Protocol
-from rref.protocol.messages import Free, State
+from rref.protocol.messages import State
 from tests.unit.rref.protocol.group import Group
 
 
@@ -33,19 +30,6 @@ def test_what_is_not_held_cannot_be_sent() -> None:
         Protocol(1).fork((1, 99), 2)
     with pytest.raises(RRefError, match="holds no reference"):
         Protocol(1).state((1, 99))
-
-
-def test_shutdown_releases_every_reference_to_others() -> None:
-    group = Group(3)
-    rref, at_two = group.own_and_pass_on(2)
-    at_three = group.pass_on(2, 3, at_two)
-    for peer in (1, 2, 3):
-        group.release_all(peer)
-    group.deliver_everything()
-    assert group.is_freed(rref)
-    group.protocol(2).release(at_two)  # its Python object goes later
-    group.protocol(3).release(at_three)
-    group.assert_nothing_left()
 
 
 def test_leaks_and_counts_say_what_is_left() -> None:
@@ -112,38 +96,3 @@ def test_a_fork_is_adopted_once() -> None:
         protocol.adopt(descriptor, 2)
         with pytest.raises(ProtocolError, match="came twice"):
             protocol.adopt(descriptor, 2)
-
-
-def test_the_example_in_the_text_runs() -> None:
-    example = textwrap.dedent((Protocol.__doc__ or "").split("Example::")[1])
-    exec(example, {"Protocol": Protocol, "Free": Free})
-
-
-@pytest.mark.parametrize(
-    ("module", "end", "words"),
-    [
-        (user, "*Granted*", {"HELD": "held once more"}),
-        (owner, "An event without a row", {"CREATOR_LOST": "creator lost"}),
-    ],
-    ids=["a user's fork", "an owner's object"],
-)
-def test_the_table_of_states_in_the_text_is_the_table_that_runs(
-    module: Any, end: str, words: dict[str, str]
-) -> None:
-    text, transitions = module.__doc__, module.TRANSITIONS
-    table = text[text.index("    state ") : text.index(end)]
-    names = {
-        event: words.get(event.name, event.name.lower()) for row in transitions.values() for event in row
-    }
-    row = re.compile(
-        rf"^    (?P<state>[A-Z]+)?\s.*?(?P<event>{'|'.join(names.values())})\s+(?P<next>[A-Z]+)", re.MULTILINE
-    )
-    read: dict[str, dict[str, str]] = {}
-    state = ""
-    for match in row.finditer(table):
-        state = match["state"] or state
-        read.setdefault(state, {})[match["event"]] = match["next"]
-    assert read == {
-        state.name: {names[event]: after.name for event, after in changes.items()}
-        for state, changes in transitions.items()
-    }
