@@ -26,19 +26,7 @@ root = cast(
 
 
 class Participating:
-    """Backward passes of a worker that knows one context.
-
-    Attributes:
-        context: the context.
-        on_find: called when the context is looked up.
-        open: number of postponed activities.
-        failures: what is answered.
-        answers: headers of the other answers.
-        closed: what is called when this worker's agent ends.
-        gone: what is called when a worker is gone.
-        steps: the steps that were asked for: the optimizer's id, and that of the context.
-        performs: whether they are performed.
-    """
+    """Backward passes of a worker that knows one context; ``on_find`` is called when that is looked up."""
 
     def __init__(self) -> None:
         self.context = Context(

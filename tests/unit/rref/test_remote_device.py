@@ -14,12 +14,9 @@ from rref.remote_module.remote_device import RemoteDevice
         ("worker1/cpu", "worker1", "cpu"),
         ("worker1", "worker1", "cpu"),
         ("worker1/cuda:2", "worker1", "cuda:2"),
-        ("worker1/cuda", "worker1", "cuda"),
         ("rank:1/cpu", 1, "cpu"),
         ("rank:1", 1, "cpu"),
-        ("rank:12/cuda:0", 12, "cuda:0"),
         ("rank:first/cpu", "rank:first", "cpu"),
-        ("trainer:1/cpu", "trainer:1", "cpu"),
         ("cpu/cpu", "cpu", "cpu"),
     ],
 )

@@ -77,13 +77,6 @@ def test_a_call_ends_when_its_deadline_passes_and_not_before(
     assert len(table) == 0
 
 
-def test_calls_end_in_the_order_of_their_deadlines(table: CallTable, clockwork: Any, owner: Any) -> None:
-    calls = [watched(table, timeout) for timeout in (3.0, 1.0, 4.0, 1.5, 2.0)]
-    clockwork.advance(10)
-    assert owner.settled == [calls[index].future for index in (1, 3, 4, 0, 2)]
-    assert clockwork.ringing() == []
-
-
 def test_a_thousand_calls_in_flight_share_one_alarm(table: CallTable, clockwork: Clockwork) -> None:
     for _ in range(1000):
         watched(table, 60.0)
@@ -201,13 +194,6 @@ def test_a_call_given_up_no_longer_counts_when_its_callee_is_gone(table: CallTab
     table.take_all(there)
     late = table.open(there, "what", 0, PendingCall)
     assert table.give_up(late)
-    assert table.unanswered() == 0
-
-
-def test_a_call_that_has_just_ended_cannot_be_given_up(table: CallTable) -> None:
-    call = table.open(peer(), "what", 0, PendingCall)
-    assert table.take(call.call_id) is call
-    assert not table.give_up(call)
     assert table.unanswered() == 0
 
 

@@ -192,15 +192,6 @@ def test_an_answer_to_a_call_that_another_worker_got_is_malformed_and_the_call_g
     assert list(end.agent.calls.waiting()) == [call]
 
 
-def test_an_answer_that_comes_too_late_is_dropped(end: End) -> None:
-    call = end.call()
-    assert end.agent.calls.give_up(call)
-    assert end.agent.calls.unanswered() == 1
-    for _ in both_ways(end, [Frame(Kind.REPLY, call.call_id, {}, [b""])]):
-        assert end.agent.calls.unanswered() == 0
-    assert end.agent.lost == []
-
-
 def test_what_a_frame_stands_for_is_taken_in_instead(end: End) -> None:
     end.dispatcher.unwrap(77, lambda peer, frame: frame._replace(kind=frame.buffers[0][0]))
     frames = [Frame(77, 1, {}, [bytes([ANYWHERE])]), Frame(77, 2, {}, [bytes([ON_LOOP])])]

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -35,19 +35,21 @@ def test_a_future_that_has_failed_keeps_nothing_of_those_who_waited(
     class Held:
         pass
 
-    def wait() -> tuple[Future[Any], weakref.ref[Held]]:
-        held = Held()
-        future = Future.for_call(owner.call(timeout=0.01))
+    def wait() -> tuple[list[Future[Any]], weakref.ref[Held]]:
+        held, call = Held(), owner.call(timeout=0.01)
+        future = Future.for_call(call)
+        following = future.then(lambda done: done.value())
         if error is not None:
-            owner.answer(cast("PendingCall", future._call), error)
-        for _ in range(2):
-            with pytest.raises(RpcTimeoutError if error is None else type(error)):
-                future.wait()
-        return future, weakref.ref(held)
+            owner.answer(call, error)
+        for each in (future, future, following):
+            with pytest.raises((RpcTimeoutError if error is None else type(error), RuntimeError)):
+                each.wait()
+        return [future, following], weakref.ref(held)
 
-    future, held = wait()
+    futures, held = wait()
+    owner.open.clear()
     gc.collect()
-    assert future.done()
+    assert all(each.done() for each in futures)
     assert held() is None
 
 
@@ -155,55 +157,6 @@ def test_errors_that_would_end_the_thread_arrive_as_runtime_errors(
     with pytest.raises(RuntimeError, match=f"{type(error).__name__}: ") as caught:
         future.wait()
     assert caught.value.__cause__ is error
-
-
-class Coming:
-    """An arrival that notes what is done with the value."""
-
-    def __init__(self, name: str, notes: list[str]) -> None:
-        self.name = name
-        self.notes = notes
-
-    def join(self) -> None:
-        self.notes.append(f"{self.name} is joined")
-
-    def complete(self, complete: Callable[[Callable[[], Any]], None], decode: Callable[[], Any]) -> None:
-        self.notes.append(f"{self.name} is decoded")
-        complete(decode)
-
-    def call_back(self, callback: Callable[[], object]) -> None:
-        self.notes.append(f"{self.name} is passed to a callback")
-        callback()
-
-    def following(self) -> Coming:
-        return Coming("what follows", self.notes)
-
-    def go_on(self, compute: Callable[[], Any], following: Coming) -> Any:
-        self.notes.append(f"{following.name} is computed")
-        return compute()
-
-
-def test_work_on_a_value_goes_on_at_its_arrival(owner: Owner) -> None:
-    notes: list[str] = []
-    arrival = Coming("the answer", notes)
-    owner.border.encloses = True
-    owner.border.arrival = lambda: arrival  # type: ignore[method-assign]
-    call, future = owner.future()
-    next_one = future.then(lambda answer: answer.value() + 1)
-    collected = Future.of_several([future])
-    call.settle(Frame(6, call.call_id, {"value": 5}, []))
-    assert (future.wait(), next_one.wait()) == (5, 6)
-    future.add_done_callback(lambda _: None)
-    assert collected.wait() == [future]
-    assert notes == [
-        "the answer is decoded",
-        "what follows is computed",
-        "the answer is joined",
-        "the answer is joined",
-        "what follows is joined",
-        "the answer is passed to a callback",
-        "what follows is joined",
-    ]
 
 
 # ---- then
@@ -383,23 +336,3 @@ def test_a_callback_that_calls_after_its_worker_has_ended_is_not_logged(
     with pytest.raises(RuntimeError, match="NotInitializedError"):
         following.wait()
     assert caplog.records == []
-
-
-@pytest.mark.parametrize("error", [KeyError("remote"), RpcTimeoutError("late")], ids=repr)
-def test_nothing_is_kept_of_those_who_have_waited_for_what_failed(owner: Owner, error: Exception) -> None:
-    class Kept:
-        pass
-
-    def wait() -> weakref.ref[Kept]:
-        kept, (call, future) = Kept(), owner.future()
-        following = future.then(lambda done: done.value())
-        call.settle(error)
-        owner.open.clear()
-        for each in (future, following):
-            with pytest.raises((type(error), RuntimeError)):
-                each.wait()
-        return weakref.ref(kept)
-
-    kept = wait()
-    gc.collect()
-    assert kept() is None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rpc.agent.received_requests import LATER, Answers, ReceivedRequests, Request
+from rpc.agent.received_requests import Answers, ReceivedRequests, Request
 from rpc.agent.tape import Tracing
 from rpc.errors import MessageLostError, NotInitializedError
 from rpc.runtime.events import Events
@@ -17,7 +16,6 @@ from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
 from rpc.wire.frames import Frame, Kind
 from tests.support.noted_activity import NotedActivity
-from tests.support.streams import SOON
 
 
 def answer(value: Any, error: BaseException | None) -> None:
@@ -70,42 +68,6 @@ def test_a_request_that_cannot_begin_raises_its_error() -> None:
     request.fail(OSError("no device"))
     with pytest.raises(OSError, match="no device"):
         callee.load(request)
-
-
-class Enclosed:
-    """Notes what is run inside of it."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def enclosing(self, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            self.notes.append("function")
-            return function(*args)
-
-        return call
-
-    def later(self, coroutine: Any, answer: Any) -> tuple[Any, Any]:
-        self.notes.append("coroutine")
-        coroutine.close()
-        return other(), answer
-
-
-async def other() -> int:
-    return 7
-
-
-def test_a_request_runs_inside_of_its_enclosure() -> None:
-    answers: Queue[tuple[Any, BaseException | None]] = Queue()
-    at_once: Any = SimpleNamespace(submit=lambda task: task[0](task[1]))
-    runner = make(executor=at_once)
-    request: Any = Request(None, None)  # type: ignore[arg-type]
-    request.enclosure = enclosed = Enclosed()
-    assert runner.start(int, ("5",), {}, request) == 5
-    assert runner.start(function, (), {}, request, lambda *answer: answers.put(answer)) is LATER
-    assert answers.get(timeout=SOON) == (7, None)
-    assert enclosed.notes == ["function", "function", "coroutine"]
-    runner.stop()
 
 
 @pytest.mark.parametrize(("waiting", "together"), [(0, False), (16, False), (17, True)])

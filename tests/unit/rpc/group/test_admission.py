@@ -41,10 +41,6 @@ def code(refusal: Refusal | None) -> str:
     return refusal.code if refusal else "welcome"
 
 
-def test_a_member_of_the_group_is_welcome() -> None:
-    assert judged(SMALLER, view(SMALLER)) is None
-
-
 @pytest.mark.parametrize(
     ("refusal", "expected_code", "parts"),
     [

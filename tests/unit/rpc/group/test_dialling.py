@@ -20,14 +20,7 @@ PATIENCE = 30.0
 
 
 class Desk:
-    """The owner of a dialler, on a machine of the test's, and a worker that no attempt reaches.
-
-    Attributes:
-        now: the time in seconds.
-        waited: for how long this process has waited for a core.
-        signs: the state of the worker's process.
-        lost: why the worker was given up.
-    """
+    """The owner of a dialler, on a machine of the test's, and a worker that no attempt reaches."""
 
     def __init__(self, *, process: int | None = 4711) -> None:
         self.now = self.waited = 0.0

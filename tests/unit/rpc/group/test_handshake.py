@@ -104,20 +104,6 @@ def test_whatever_is_not_in_the_table_or_the_receivers_own_to_say_is_refused(
             assert side.state is state
 
 
-def test_every_state_can_be_reached_and_leads_to_an_end() -> None:
-    reachable, todo = set[HandshakeState](), [HandshakeState.BEGUN]
-    while todo:
-        state = todo.pop()
-        if state not in reachable:
-            reachable.add(state)
-            todo += TRANSITIONS[state].values()
-    assert reachable == set(HandshakeState)
-    assert {state for state in HandshakeState if not TRANSITIONS[state]} == {
-        HandshakeState.WELCOMED,
-        HandshakeState.REFUSED,
-    }
-
-
 # ---- proofs
 
 
@@ -200,14 +186,10 @@ FIELDS = ME.to_wire()
     "header",
     [
         {},
-        {"member": FIELDS, "wanted": 1},
         {"member": FIELDS, "group": "g"},
-        {"wanted": 1, "group": "g"},
         {"member": FIELDS, "wanted": "1", "group": "g"},
         {"member": FIELDS, "wanted": 1, "group": b"g"},
-        {"member": None, "wanted": 1, "group": "g"},
         {"member": FIELDS[:-1], "wanted": 1, "group": "g"},
-        {"member": [*FIELDS, 1], "wanted": 1, "group": "g"},
         {"member": ["no such/name", *FIELDS[1:]], "wanted": 1, "group": "g"},
         {"member": ["n" * 128, *FIELDS[1:]], "wanted": 1, "group": "g"},
         *(

@@ -68,9 +68,3 @@ def test_joining_twice_is_noticed() -> None:
     group = view(FIRST)
     assert not group.join(FIRST)
     assert group.present() == [ME, FIRST]
-
-
-@pytest.mark.parametrize("callee", [None, 1.0, True, b"first", ["first"]])
-def test_a_callee_of_another_type_is_refused(callee: object) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"name|id|WorkerInfo"):
-        view(FIRST).resolve(callee)  # type: ignore[arg-type]

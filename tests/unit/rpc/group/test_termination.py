@@ -185,11 +185,8 @@ def test_leader_that_does_not_answer_is_named() -> None:
     [
         None,
         [],
-        [0],
-        [0, 1],
         ["x", "entered"],
         [0, "what"],
-        [0, "probe"],
         [0, "report", 1, [], 0],
         [0, "report", 1, 5, 0, 5],
     ],

@@ -97,7 +97,6 @@ ELSEWHERE = {"192.0.2.1": "10.1.2.3", "2001:db8::1": "fd00::3"}
     ("address", "master", "routes", "told"),
     [
         ("grpc:0.0.0.0:50051/trainer", "192.0.2.7", {"192.0.2.7": "10.4.5.6"}, "grpc:10.4.5.6:50051/trainer"),
-        ("tcp:0.0.0.0:80", None, ELSEWHERE, "tcp:10.1.2.3:80"),
         ("tcp:0.0.0.0:80", "fd00::7", ELSEWHERE | {"fd00::7": "fd00::1"}, "tcp:10.1.2.3:80"),
         ("tcp:0.0.0.0:80", "localhost", {}, "tcp:127.0.0.1:80"),
         ("tcp:[::]:80", "fd00::7", {"fd00::7": "fd00::1"}, "tcp:[fd00::1]:80"),
@@ -171,7 +170,6 @@ def test_unix_address_of_another_host_tells_nothing(start_worker: StartWorker) -
     "addresses",
     [
         (),
-        ("tcp:nonsense",),
         ("tcp:no.such.host.invalid:1",),
         ("carrier:pigeon",),
         ("grpc:127.0.0.1:1;advertised",),

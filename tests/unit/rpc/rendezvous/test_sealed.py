@@ -40,12 +40,6 @@ def put(shared: HashStore, key: str, value: bytes) -> None:
     shared.set(f"farcall/default/{key}", value)  # type: ignore[arg-type]
 
 
-def test_who_has_the_token_meets(shared: HashStore, workers: Workers) -> None:
-    everybody = [worker.member for worker in workers(3)]
-    joining = [in_thread(join_static, sealed(shared, TOKEN), each, 3, 10) for each in everybody]
-    assert all(group.members == tuple(everybody) for group in results(joining))
-
-
 @pytest.mark.parametrize("token", [GUESS, None], ids=["another token", "none"])
 def test_workers_with_different_tokens_make_no_group_and_all_learn_why(
     shared: HashStore, workers: Workers, token: bytes | None

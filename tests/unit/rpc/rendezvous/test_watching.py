@@ -113,33 +113,6 @@ def test_a_newcomer_founds_a_group_when_those_before_it_refuse_and_do_not_answer
     assert in_log(memory) == {"worker2"}
 
 
-def test_two_newcomers_that_reach_only_each_other_are_both_refused(
-    start: Callable[..., list[Watcher]],
-) -> None:
-    members = group_of(start, 1)
-    one, two = start(2, first=1)
-    two.meet(one)
-    for each in (one, two):
-        each.lose(*members)
-        with pytest.raises(NotAdmittedError):
-            each.look()
-
-
-def test_a_member_connects_to_a_newcomer_that_cannot_connect_to_it(
-    start: Callable[..., list[Watcher]],
-) -> None:
-    (member,) = group_of(start, 1)
-    (newcomer,) = start(1, first=1)
-    newcomer.look()
-    member.look()
-    assert not member.known.has_met(newcomer.incarnation)  # most newcomers come by themselves
-    member.look()
-    assert member.known.has_met(newcomer.incarnation)
-    newcomer.known.meet([member.me])
-    newcomer.look()
-    assert newcomer.watch.is_member
-
-
 def test_a_newcomer_that_was_stopped_joins_the_members_that_came_after_it(
     start: Callable[..., list[Watcher]],
 ) -> None:
@@ -259,20 +232,6 @@ def test_members_write_again_what_was_deleted_or_overwritten(
     assert in_log(memory) == {"worker0", "worker1"}
     (newcomer,) = start(1, first=2)
     assert [each.name for each in newcomer.group.others] == ["worker0", "worker1"]
-
-
-def test_a_group_and_one_founded_while_its_entries_were_deleted_become_one(
-    memory: SharedStore, start: Callable[..., list[Watcher]]
-) -> None:
-    members = group_of(start, 2)
-    DAMAGE["all is deleted"](memory.under("farcall/default"))
-    (founder,) = start(1, first=2)
-    everybody = [*members, founder]
-    for _ in range(3):
-        for each in everybody:
-            each.look()
-    for each in everybody:
-        assert {other.name for other in each.known.roster()} == {"worker0", "worker1", "worker2"}
 
 
 def test_one_that_has_founded_a_group_under_a_members_name_meanwhile_leaves(

@@ -223,17 +223,7 @@ def test_tasks_wait_while_the_system_gives_no_threads(
     ]
 
 
-# ---- finalizers, which may run at any point
-
-
 # ---- stopping
-
-
-def test_stop_ends_idle_threads(make: Callable[[int], Executor]) -> None:
-    executor = warmed_up(make(4), 4)
-    assert executor.stop()
-    assert executor.counts() == {"threads": 0, "idle_threads": 0, "active_tasks": 0, "queued_tasks": 0}
-    assert executor.stop()
 
 
 def test_stop_waits_for_running_tasks_and_drops_the_waiting_ones_except_completions(

@@ -63,11 +63,6 @@ def assert_is_deferred(section: Callable[[list[str]], object] = press_and_go_on)
     assert done == ["all of it"]
 
 
-def test_it_is_raised_at_once_where_nothing_is_protected() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        press_ctrl_c()
-
-
 def test_a_protected_function_runs_to_its_end_before_it_is_raised() -> None:
     assert_is_deferred()
 

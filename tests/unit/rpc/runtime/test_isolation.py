@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,28 +35,6 @@ def grad() -> bool:
 def seen_by_a_task() -> dict[str, Any]:
     """What ``look`` sees, less the decimal context, which asyncio's tasks may share."""
     return look() | {"decimal": DEFAULTS["decimal"]}
-
-
-def test_a_block_that_awaits_is_in_force_for_its_own_task_only(runner: asyncio.Runner) -> None:
-    inside, over = asyncio.Event(), asyncio.Event()
-
-    async def evaluate() -> tuple[bool, bool]:
-        with torch.inference_mode():
-            inside.set()
-            await over.wait()
-            within = torch.is_inference_mode_enabled()
-        return within, torch.is_inference_mode_enabled()
-
-    async def train() -> tuple[bool, torch.dtype]:
-        await inside.wait()
-        seen = grad(), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-        over.set()
-        return seen
-
-    async def both() -> Any:
-        return await asyncio.gather(evaluate(), train())
-
-    assert runner.run(both()) == [(True, False), (True, torch.float32)]
 
 
 def test_blocks_that_overlap_leave_nothing(runner: asyncio.Runner) -> None:
@@ -218,17 +196,6 @@ def test_an_error_thrown_in_is_met_with_the_modes_of_the_task(runner: asyncio.Ru
 
     runner.run(cancel())
     assert seen == [False, True]
-
-
-def coroutine_of(value: int) -> Coroutine[Any, Any, int]:
-    async def give() -> int:
-        return value
-
-    return give()
-
-
-def test_values_come_back(runner: asyncio.Runner) -> None:
-    assert runner.run(coroutine_of(7)) == 7
 
 
 def test_the_end_of_a_coroutine_that_is_closed_is_a_step_as_well() -> None:

@@ -37,27 +37,6 @@ async def endless(begun: threading.Event) -> None:
     await asyncio.Event().wait()
 
 
-def test_functions_and_coroutines_run_on_the_thread_and_their_results_come_back(thread: LoopThread) -> None:
-    async def add(left: int, right: int) -> tuple[int, str]:
-        await asyncio.sleep(0)
-        return left + right, threading.current_thread().name
-
-    assert thread.call(threading.current_thread).name == "test-loop"
-    assert thread.wait_for(add(40, 2)) == (42, "test-loop")
-    assert thread.call(thread.is_current)
-    assert not thread.is_current()
-
-
-def test_what_they_raise_is_raised_here(thread: LoopThread) -> None:
-    async def fail() -> None:
-        raise TimeoutError("of its own")
-
-    with pytest.raises(ZeroDivisionError):
-        thread.call(lambda: 1 // 0)
-    with pytest.raises(TimeoutError, match="of its own"):
-        thread.wait_for(fail())
-
-
 def test_what_takes_too_long_is_cancelled(thread: LoopThread) -> None:
     cancelled = threading.Event()
 

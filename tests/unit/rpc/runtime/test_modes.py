@@ -30,14 +30,6 @@ def on_a_new_thread(function: Callable[[], None]) -> None:
         thread.submit(copy_context().run, function).result()
 
 
-def test_a_new_thread_has_the_defaults() -> None:
-    def body() -> None:
-        assert modes() == CLEAN
-        assert not modes_changed()
-
-    on_a_new_thread(body)
-
-
 @pytest.mark.parametrize("leave", LEAVERS.values(), ids=LEAVERS)
 def test_a_mode_is_put_aside_copied_and_reset_and_comes_back(leave: Callable[[], object]) -> None:
     def body() -> None:

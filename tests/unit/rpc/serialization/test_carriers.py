@@ -4,11 +4,13 @@ import errno
 import itertools
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rpc.errors import RRefError, SerializationError
+from rpc.serialization.codecs import PICKLE
 from rpc.serialization.payload import Arrivals
 from rpc.serialization.portable import PortablePickler
 from rpc.serialization.serializer import Serializer
@@ -161,6 +163,13 @@ def test_kind_can_be_taken_only_once(office: TicketOffice) -> None:
     with pytest.raises(ValueError, match="'ticket' is taken"):
         office.serializer.register_carrier(Season, TicketOffice())
     office.serializer.register_carrier(Season, office)
+
+
+@pytest.mark.parametrize("number", [PICKLE, -1, 256])
+def test_the_number_of_a_codec_is_free_and_fits_a_byte(office: TicketOffice, number: int) -> None:
+    codec: Any = SimpleNamespace(id=number)
+    with pytest.raises(ValueError, match="taken, or not in 0 to 255"):
+        office.serializer.register_codec(codec)
 
 
 def test_object_outside_of_messages_is_refused(office: TicketOffice) -> None:

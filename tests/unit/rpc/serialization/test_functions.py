@@ -176,9 +176,6 @@ def test_module_registered_with_cloudpickle_goes_by_value() -> None:
         cloudpickle.unregister_pickle_by_value(callees)
 
 
-# ---- TorchScript
-
-
 # ---- what is missing on the receiver
 
 
@@ -274,6 +271,13 @@ def test_a_large_closure_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     large = torch.zeros(1_000_000)
     send_call(lambda x: large + x, to=CALLEE)
     assert "carries copies of large (4.0 MB)" in caplog.text
+
+
+def test_lambda_of_a_shared_main_refers_to_the_receivers_main(run_as_main: Any) -> None:
+    main = run_as_main(SCRIPT + "\ncall = lambda: helper()\n")
+    func, _, _ = send_call(main.call, to=Worker(main=main_identity()))
+    func()
+    assert main.STATE == [1]
 
 
 def test_what_only_the_callers_main_has_is_not_found(run_as_main: Any) -> None:

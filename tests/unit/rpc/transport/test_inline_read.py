@@ -13,7 +13,7 @@ import pytest
 
 from rpc.agent import dispatcher
 from rpc.agent.calls import PendingCall
-from rpc.errors import RpcTimeoutError, WorkerLostError
+from rpc.errors import WorkerLostError
 from rpc.runtime.loop import LoopThread
 from rpc.transport import inline_read
 from rpc.transport.base import ConnectionClosed
@@ -40,14 +40,6 @@ def end(loop: LoopThread, sockets: Sockets) -> Iterator[End]:
 
 
 # ---- waiting for a reply
-
-
-def test_a_waiting_thread_reads_its_reply_itself(end: End) -> None:
-    call = end.reserved()
-    end.there.sendall(frame(Kind.REPLY, call.call_id, b"mine"))
-    assert call.result() == b"mine"
-    assert end.frames == []
-    end.loop_reads()
 
 
 def test_what_any_thread_may_take_in_is_taken_in_on_the_way(end: End) -> None:
@@ -161,22 +153,6 @@ def test_a_finalizer_may_wait_for_a_reply_that_its_thread_has_in_hand(end: End) 
     assert not isinstance(nested.outcome, Exception)
     assert not isinstance(call.outcome, Exception)
     assert end.taken == [1, 2]
-    end.loop_reads()
-
-
-def test_a_finalizer_may_wait_for_what_comes_later(end: End) -> None:
-    call, nested = end.reserved(), end.call(timeout=5)
-
-    def wait() -> None:
-        end.there.sendall(frame(Kind.REPLY, nested.call_id))
-        nested.wait()
-
-    end.meanwhile = wait
-    end.there.sendall(frame(ANYWHERE, 1) + frame(Kind.CALL, 70) + frame(Kind.REPLY, call.call_id))
-    call.wait()
-    assert not isinstance(nested.outcome, Exception)
-    assert not isinstance(call.outcome, Exception)
-    assert end.agent.passed_on == [70]
     end.loop_reads()
 
 
@@ -433,13 +409,6 @@ def test_without_descriptors_left_the_loop_reads_and_it_is_not_tried_for_every_c
     until(lambda: connection.reader and connection.reader.claim())
     connection.reader.leave()
     loop.call(connection.close, "end of the test")
-
-
-def test_the_deadline_ends_the_wait(end: End) -> None:
-    end.ready()
-    with pytest.raises(RpcTimeoutError):
-        end.call(timeout=0.01).result()
-    end.loop_reads()
 
 
 def test_who_ends_the_call_otherwise_wakes_the_thread(end: End) -> None:
