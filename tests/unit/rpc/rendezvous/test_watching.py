@@ -17,7 +17,6 @@ from rpc.rendezvous.watching import LogWatch, PutOut
 from tests.unit.rpc.rendezvous.conftest import Acquaintances, Listening, Workers
 
 PACE = Pace(answer=10.0)
-EVERYWHERE = {"a", "b", "c", "d"}
 
 
 class Watcher:

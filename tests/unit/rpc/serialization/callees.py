@@ -38,12 +38,6 @@ def decorated(a: int) -> int:
     return a + 1
 
 
-undecorated: Callable[[int], int] = vars(decorated)["__wrapped__"]
-
-
-double = lambda a: 2 * a  # noqa: E731
-
-
 class Plain:
     """An object with attributes and nothing else."""
 
@@ -54,18 +48,10 @@ class Plain:
         """The value."""
         return self.value
 
-    @classmethod
-    def make(cls, value: Any) -> Plain:
-        """Another constructor."""
-        return cls(value)
-
     @staticmethod
     def triple(value: Any) -> Any:
         """Three times the value."""
         return 3 * value
-
-    class Inner:
-        """A nested class."""
 
 
 class Slotted:
@@ -134,14 +120,6 @@ with warnings.catch_warnings():
     def scripted(x: torch.Tensor, k: int) -> torch.Tensor:
         """A TorchScript function."""
         return x + k
-
-
-class DetailedError(Exception):
-    """Has attributes."""
-
-    def __init__(self, text: str, detail: Any = None) -> None:
-        super().__init__(text)
-        self.detail = detail
 
 
 def trouble(depth: int) -> None:
