@@ -13,8 +13,10 @@ import pytest
 
 import rpc
 from rpc import generators
+from rpc.errors import RemoteError
 from rpc.runtime.current import clear_current_agent, set_current_agent
 from rpc.runtime.loop import LoopThread
+from rpc.serialization.failures import type_name
 from tests.support.local_agent import LocalAgent
 from tests.support.streams import SOON, until
 
@@ -46,6 +48,21 @@ def stream(function: Callable[..., Any], *args: Any, **options: Any) -> rpc.Stre
 
 def of(*values: int) -> Iterator[int]:
     yield from values
+
+
+def stop(error: type[BaseException], *args: Any) -> Iterator[int]:
+    yield 1
+    raise error(*args)
+
+
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, asyncio.CancelledError])
+def test_an_error_that_is_no_exception_comes_as_that_of_a_call_does(error: type[BaseException]) -> None:
+    with stream(stop, error, "text", look_ahead=2, timeout=SOON) as values:
+        assert next(values) == 1
+        with pytest.raises(RemoteError, match="text") as raised:
+            next(values)
+        assert raised.value.remote_type == type_name(error)
+        assert list(values) == []
 
 
 class Stops:
