@@ -220,6 +220,7 @@ def call(
     """
     check_may_block()
     attempts = _Attempts(agent, to, function, args, kwargs, timeout, retries)
+    attempts.how = "sync"
     future = attempts.begin()
     try:
         with waits.waiting("rpc_sync with retries", lambda: [attempts.name]):
@@ -269,7 +270,10 @@ class _Attempts:
 
     Attributes:
         name: name of the callee.
+        how: as the program has called it; see ``CallBegun``.
     """
+
+    how = "async"
 
     def __init__(
         self,
@@ -320,6 +324,8 @@ class _Attempts:
         is_loss = loss_of(self._agent, self.name)
         with torch.set_grad_enabled(self._records_gradients):
             attempt = self._attempt = self._agent.call_async(self.name, function, args, kwargs, timeout)
+        if attempt._call is not None:
+            attempt._call.how = self.how
         for future in self._unfinished:
             future._arrival = attempt._arrival
         attempt.add_done_callback(partial(self._ended, is_loss))
