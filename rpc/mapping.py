@@ -33,6 +33,7 @@ from rpc.runtime.blocking import Event, check_may_block, wait_for_event
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.runtime.iterating import ClosingIterator, waiter
+from rpc.runtime.legible import legible
 
 __all__ = ["MapResults", "map"]
 
@@ -272,7 +273,7 @@ class _Work:
                 again = item.left > 0
                 item.left -= again
                 if again:
-                    logger.warning("%s: it is computed again: %s", place, error)
+                    logger.warning("%s: it is computed again: %s", place, legible(error))
                 place += "" if self._retries else ". With retries=1, another worker would compute it"
         self._ended(item, worker, again=again)
         if not again:

@@ -30,6 +30,7 @@ from rpc.options import UNSET_TIMEOUT
 from rpc.runtime import waits
 from rpc.runtime.blocking import check_may_block
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.legible import legible
 from rpc.serialization.kept_errors import without_frames
 
 __all__ = [
@@ -352,14 +353,14 @@ class _Attempts:
         """Make the call again, now or later; false if its callee cannot come back."""
         if isinstance(error, MessageLostError):
             self._left -= 1
-            logger.warning("%s is called again: %s", self._asked, error)
+            logger.warning("%s is called again: %s", self._asked, legible(error))
             self._again(error, True)
             return True
         returns = returns_of(self._agent)
         if returns is None:
             return False
         self._left -= 1
-        logger.warning("%s is called again as soon as the worker is back: %s", self._asked, error)
+        logger.warning("%s is called again as soon as the worker is back: %s", self._asked, legible(error))
         lost = without_frames(error)
 
         def again(is_back: bool) -> None:
