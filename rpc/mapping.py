@@ -248,6 +248,8 @@ class _Work:
                 raise
             self.finish(item.index, _Outcome(f"rpc.map: item {item.index}", error=error))
             return
+        if (pending := future._call) is not None:
+            pending.how = "map"
         item.future = future
         answered = partial(self._answered, item, worker, is_loss)
         try:

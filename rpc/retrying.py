@@ -325,8 +325,8 @@ class _Attempts:
         is_loss = loss_of(self._agent, self.name)
         with torch.set_grad_enabled(self._records_gradients):
             attempt = self._attempt = self._agent.call_async(self.name, function, args, kwargs, timeout)
-        if attempt._call is not None:
-            attempt._call.how = self.how
+        if (pending := attempt._call) is not None:
+            pending.how = self.how
         for future in self._unfinished:
             future._arrival = attempt._arrival
         attempt.add_done_callback(partial(self._ended, is_loss))

@@ -275,7 +275,7 @@ class PendingCall:
             program that has called them decides whether there is a context.
         last_seen: what its callee did when it was last asked, as text; "" if it was not asked.
         in_cycle: whether it waited for itself then, along a chain of calls.
-        how: see ``CallBegun``.
+        how: see ``CallBegun``; "map" if ``rpc.map`` has made it.
         began, when_ended: if there are listeners for calls: when it was opened, and the handlers for its end.
     """
 
@@ -322,13 +322,14 @@ class PendingCall:
     def timeout_error(self) -> RpcTimeoutError:
         """Return the error of this call when its timeout has expired."""
         seen = f" {self.last_seen}." if self.last_seen else ""
-        function = self.how if self.how == "remote" else f"rpc_{self.how}"
+        function = f"rpc_{self.how}" if self.how in ("sync", "async") else self.how
         if self.asked == "RRef.to_here":
             without = "rref.to_here(timeout=0)"
         elif self.asked.startswith(("method '", "the type of ")):  # of the object of a reference
             without = f"rref.{function}(timeout=0).method(...)"
         else:
-            without = f"rpc.{function}('{self.peer.name}', {self.asked}, ..., timeout=0)"
+            called = "" if self.how == "map" else f"'{self.peer.name}', {self.asked}, "
+            without = f"rpc.{function}({called}..., timeout=0)"
         advice = (
             f" If it may take longer, pass a timeout in seconds: {without} has no limit, and "
             "rpc.set_rpc_timeout(0) sets none for all calls."
