@@ -21,7 +21,7 @@ from farcall.observe.worker.far_hosts import FarHosts
 from farcall.observe.worker.observer import Observer
 from rpc.agent.agent import Agent
 from rpc.agent.slow_calls import Due
-from rpc.group.handshake import legible
+from rpc.runtime.legible import legible
 
 __all__ = ["SlowCallReports"]
 
