@@ -33,6 +33,7 @@ from rpc.runtime.blocking import Event, check_may_block, wait_for_event
 from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.runtime.iterating import ClosingIterator, waiter
+from rpc.runtime.legible import legible
 
 __all__ = ["MapResults", "map"]
 
@@ -247,6 +248,8 @@ class _Work:
                 raise
             self.finish(item.index, _Outcome(f"rpc.map: item {item.index}", error=error))
             return
+        if (pending := future._call) is not None:
+            pending.how = "map"
         item.future = future
         answered = partial(self._answered, item, worker, is_loss)
         try:
@@ -272,7 +275,7 @@ class _Work:
                 again = item.left > 0
                 item.left -= again
                 if again:
-                    logger.warning("%s: it is computed again: %s", place, error)
+                    logger.warning("%s: it is computed again: %s", place, legible(error))
                 place += "" if self._retries else ". With retries=1, another worker would compute it"
         self._ended(item, worker, again=again)
         if not again:

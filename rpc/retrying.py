@@ -30,6 +30,7 @@ from rpc.options import UNSET_TIMEOUT
 from rpc.runtime import waits
 from rpc.runtime.blocking import check_may_block
 from rpc.runtime.interrupts import interruptible, protected
+from rpc.runtime.legible import legible
 from rpc.serialization.kept_errors import without_frames
 
 __all__ = [
@@ -220,6 +221,7 @@ def call(
     """
     check_may_block()
     attempts = _Attempts(agent, to, function, args, kwargs, timeout, retries)
+    attempts.how = "sync"
     future = attempts.begin()
     try:
         with waits.waiting("rpc_sync with retries", lambda: [attempts.name]):
@@ -269,7 +271,10 @@ class _Attempts:
 
     Attributes:
         name: name of the callee.
+        how: as the program has called it; see ``CallBegun``.
     """
+
+    how = "async"
 
     def __init__(
         self,
@@ -320,6 +325,8 @@ class _Attempts:
         is_loss = loss_of(self._agent, self.name)
         with torch.set_grad_enabled(self._records_gradients):
             attempt = self._attempt = self._agent.call_async(self.name, function, args, kwargs, timeout)
+        if (pending := attempt._call) is not None:
+            pending.how = self.how
         for future in self._unfinished:
             future._arrival = attempt._arrival
         attempt.add_done_callback(partial(self._ended, is_loss))
@@ -346,14 +353,14 @@ class _Attempts:
         """Make the call again, now or later; false if its callee cannot come back."""
         if isinstance(error, MessageLostError):
             self._left -= 1
-            logger.warning("%s is called again: %s", self._asked, error)
+            logger.warning("%s is called again: %s", self._asked, legible(error))
             self._again(error, True)
             return True
         returns = returns_of(self._agent)
         if returns is None:
             return False
         self._left -= 1
-        logger.warning("%s is called again as soon as the worker is back: %s", self._asked, error)
+        logger.warning("%s is called again as soon as the worker is back: %s", self._asked, legible(error))
         lost = without_frames(error)
 
         def again(is_back: bool) -> None:

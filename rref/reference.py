@@ -347,6 +347,7 @@ class RRef(Generic[T]):
                 ask.header["type"] = True
                 what = f"the type of {self._described()}"
                 call = shell.calls.request(self._owner, FETCH, ask, timeout, what)
+                call.how = "remote"
                 kind = Future.for_call(call)
             self._type = kind
         if not blocking:

@@ -20,12 +20,12 @@ from rpc.agent.agent_calls import Calls
 from rpc.agent.hooks import Hooks
 from rpc.errors import NotInitializedError, ProtocolError, RpcTimeoutError, RRefError, is_violation
 from rpc.group.control import Control
-from rpc.group.handshake import legible
 from rpc.group.peer import Peer, PeerTable
 from rpc.group.workers import Member
 from rpc.runtime.blocking import INFINITE, check_may_block, wait_for
 from rpc.runtime.executor import Executor
 from rpc.runtime.interrupts import protected
+from rpc.runtime.legible import legible
 from rpc.runtime.mailbox import Mailbox
 from rpc.serialization.payload import Payload
 from rref.creation import Creation

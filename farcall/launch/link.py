@@ -48,12 +48,12 @@ from farcall.launch.rounds import (
 from farcall.launch.terminal import say
 from farcall.observe.format.jobs import job_id
 from rpc.errors import RpcError
-from rpc.group.handshake import legible
 from rpc.options import AgentOptions
 from rpc.rendezvous.address import is_loopback, loopback_remark
 from rpc.rendezvous.init_method import ServedTCPStore, open_store
 from rpc.rendezvous.store import Abandoned, SharedStore, StoreLost, StoreWait
 from rpc.rendezvous.token import WAYS, Credential, find_credential
+from rpc.runtime.legible import legible
 from rpc.runtime.notices import Notices
 from rpc.transport.authentication import ForeignRecordError
 

@@ -26,6 +26,7 @@ from farcall.observe.trace.parts import Part, open_part, read_part
 from farcall.observe.trace.recorder import Recorder
 from rpc.agent.agent import Agent
 from rpc.runtime.current import current_agent
+from rpc.runtime.legible import legible
 
 __all__ = [
     "BEGUN",
@@ -100,7 +101,7 @@ def _gather(agent: Agent, path: Path, names: list[str], identity: str, missing: 
         try:
             parts.append(read_part(packed))
         except ValueError as error:
-            logger.warning("the trace lacks worker '%s': %s", name, error)
+            logger.warning("the trace lacks worker '%s': %s", name, legible(error))
             missing[name] = str(error)
     parts.sort(key=lambda part: (part.worker, part.pid))
     write_trace(path, merge(parts, [f"{name}: {why}" for name, why in missing.items()]))
@@ -121,14 +122,14 @@ def _on_all(
         try:
             calls[name] = agent.calls.caller.call(name, function, (identity,), {}, _SECONDS_TO_GATHER)
         except Exception as error:
-            logger.warning("the trace lacks worker '%s': %s", name, error)
+            logger.warning("the trace lacks worker '%s': %s", name, legible(error))
             missing[name] = str(error)
     for name, call in calls.items():
         try:
             call.wait()
             found[name] = call.result()
         except Exception as error:
-            logger.warning("the trace lacks worker '%s': %s", name, error)
+            logger.warning("the trace lacks worker '%s': %s", name, legible(error))
             missing[name] = str(error)
     return found
 

@@ -36,6 +36,7 @@ from farcall.weights.transfer import Held, batches, box_to_wire, check, in_windo
 from farcall.weights.versions import Lease, Who
 from rpc.errors import RpcError
 from rpc.group.workers import Member
+from rpc.runtime.legible import legible
 
 __all__ = ["Arrival", "Copy"]
 
@@ -222,7 +223,7 @@ class Copy(Keeper):
                     self._get_blocks(arrival, block)
             except RpcError as error:
                 failed.append(member.incarnation)
-                logger.info("another source of store '%s' is asked: %s", self.name, error)
+                logger.info("another source of store '%s' is asked: %s", self.name, legible(error))
 
     def _get_blocks(self, arrival: Arrival, call: Callable[[int], Any]) -> None:
         """Get the blocks that have not arrived; ``call`` asks for one, by its index."""

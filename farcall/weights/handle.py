@@ -41,6 +41,7 @@ from rpc.group.workers import Member
 from rpc.lifecycle.own_backend import admit
 from rpc.rendezvous.address import host_identity
 from rpc.runtime.blocking import this_thread
+from rpc.runtime.legible import legible
 
 __all__ = ["Handle", "Wanted", "called_at"]
 
@@ -177,7 +178,7 @@ class Handle:
                 break
         if reason not in (None, self._alone):
             text = "version %d of store '%s' has one copy, and was to have two: %s"
-            logger.warning(text, number, self.name, reason)
+            logger.warning(text, number, self.name, legible(reason))
         self._alone = reason
 
     def _begin(self, number: int, part: list[int], tensors: list[Any], put: int) -> Any:
@@ -335,7 +336,7 @@ class Handle:
                     raise
                 self._copy = None  # another process takes its place
             except NoMemoryError as error:
-                logger.warning("this host has no copy of store '%s': %s", self.name, error)
+                logger.warning("this host has no copy of store '%s': %s", self.name, legible(error))
                 return None
             except WeightsError:  # its process has closed it
                 self._copy = None

@@ -23,6 +23,7 @@ from farcall.weights.errors import WeightsError
 from farcall.weights.node import call_kept
 from rpc.agent.agent import Agent
 from rpc.errors import RpcError
+from rpc.runtime.legible import legible
 
 __all__ = ["Listing", "SecondCopy"]
 
@@ -252,5 +253,5 @@ class SecondCopy:
         lifecycle = self._agent.lifecycle
         leaves = self._ended or lifecycle.closed or lifecycle.departure.begun
         level = logging.DEBUG if leaves else logging.WARNING
-        logger.log(level, "the second copy of store '%s' has failed: %s", self._name, error)
+        logger.log(level, "the second copy of store '%s' has failed: %s", self._name, legible(error))
         self._go_on()

@@ -31,6 +31,7 @@ from rpc.agent.futures import Future
 from rpc.api import get_worker_info
 from rpc.errors import RpcError, UnknownWorkerError, WorkerLostError
 from rpc.group.membership import WorkerReference
+from rpc.runtime.legible import legible
 
 __all__ = ["Store"]
 
@@ -294,7 +295,9 @@ class Store:
                 continue
             except RpcError as error:  # the store is gone, or this worker is leaving
                 level = logging.WARNING if isinstance(error, WeightsError) else logging.INFO
-                logger.log(level, "no more callbacks for versions of store '%s': %s", self.name, error)
+                logger.log(
+                    level, "no more callbacks for versions of store '%s': %s", self.name, legible(error)
+                )
                 return
             last, serial = seen.number, seen.serial
             if ended.is_set():

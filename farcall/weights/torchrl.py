@@ -26,6 +26,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme, register
 from farcall.weights.listening import connect
 from farcall.weights.store import Store
 from rpc.errors import RpcError, RpcTimeoutError
+from rpc.runtime.legible import legible
 
 __all__ = ["StoreTransport", "StoreWeightSyncScheme"]
 
@@ -158,7 +159,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # TorchRL 
                     continue
                 return None
             except RpcError as error:  # TorchRL's thread would ask again at once, and for ever
-                logger.warning("no more weights come from a store: %s", error)
+                logger.warning("no more weights come from a store: %s", legible(error))
                 return None
             return "receive"
         return None

@@ -275,6 +275,7 @@ class PendingCall:
             program that has called them decides whether there is a context.
         last_seen: what its callee did when it was last asked, as text; "" if it was not asked.
         in_cycle: whether it waited for itself then, along a chain of calls.
+        how: see ``CallBegun``; "map" if ``rpc.map`` has made it.
         began, when_ended: if there are listeners for calls: when it was opened, and the handlers for its end.
     """
 
@@ -288,6 +289,7 @@ class PendingCall:
     watched = False
     last_seen = ""
     in_cycle = False
+    how = "async"
     began = 0.0
     when_ended: Callable[[PendingCall, Frame | BaseException], None] | None = None
     coalesced = False
@@ -320,12 +322,16 @@ class PendingCall:
     def timeout_error(self) -> RpcTimeoutError:
         """Return the error of this call when its timeout has expired."""
         seen = f" {self.last_seen}." if self.last_seen else ""
-        if isinstance(self.what, str):  # of a reference: a method of its object, or the object itself
-            without = "rref.rpc_async(timeout=0).method(...) and rref.to_here(timeout=0) have"
+        function = f"rpc_{self.how}" if self.how in ("sync", "async") else self.how
+        if self.asked == "RRef.to_here":
+            without = "rref.to_here(timeout=0)"
+        elif self.asked.startswith(("method '", "the type of ")):  # of the object of a reference
+            without = f"rref.{function}(timeout=0).method(...)"
         else:
-            without = f"rpc.rpc_async('{self.peer.name}', {self.asked}, ..., timeout=0) has"
+            called = "" if self.how == "map" else f"'{self.peer.name}', {self.asked}, "
+            without = f"rpc.{function}({called}..., timeout=0)"
         advice = (
-            f" If it may take longer, pass a timeout in seconds: {without} no limit, and "
+            f" If it may take longer, pass a timeout in seconds: {without} has no limit, and "
             "rpc.set_rpc_timeout(0) sets none for all calls."
         )
         return RpcTimeoutError(
@@ -491,6 +497,7 @@ class CallTable:
         """
         call_id = next(self._ids)
         call = kind(self, call_id, peer, what, timeout)
+        call.how = how
         if this_thread.runs_callees or not is_grad_enabled():
             call.wants_graph = False
         if coalesce and len(self._pending) > _FEW:

@@ -48,6 +48,7 @@ from rpc.runtime.current import is_initialized
 from rpc.runtime.events import Events
 from rpc.runtime.executor import Executor
 from rpc.runtime.isolation import isolate_tasks
+from rpc.runtime.legible import legible
 from rpc.runtime.loop import LoopThread
 from rpc.runtime.tasks import Task
 from rpc.runtime.torch_internals import BaseFuture
@@ -253,7 +254,7 @@ class Answers:
             logging.DEBUG if wanted else logging.INFO if consequence else logging.WARNING,
             "worker '%s': %s, called by worker '%s', raised %s%s%s%s",
             self._peers.own.name,
-            _raised_in(error) if of is None else name_of(of),
+            legible(_raised_in(error) if of is None else name_of(of)),
             peer.name,
             type(error).__name__,
             "" if request is None else f" after {monotonic() - request.began:.4f} s",

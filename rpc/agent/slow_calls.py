@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from rpc.agent.calls import CallTable, PendingCall
-from rpc.group.handshake import legible
 from rpc.group.peer import PeerTable
+from rpc.runtime.legible import legible
 
 __all__ = ["Due", "Schedule", "SlowCalls"]
 
@@ -149,11 +149,11 @@ class SlowCalls:
         due = self._schedule.look(self._loop.time(), under_way, interval)
         due = [each for each in due if each.call.peer.lost is None]
         named = due[:_MAX_REPORTS]
-        me = legible(self._peers.own.name)
+        me = self._peers.own.name
         if self.explain is None:
             for each in named:
                 if each.report:
-                    callee, asked = legible(each.call.peer.name), legible(each.call.asked)
+                    callee, asked = each.call.peer.name, legible(each.call.asked)
                     logger.warning("%s has had no answer for %.3g s from %s: %s", me, each.age, callee, asked)
         elif named:
             self.explain(named)

@@ -35,8 +35,9 @@ from typing import Any, Final
 from rpc.bulk.stream_ends import BulkQueue, StreamReader
 from rpc.errors import ProtocolError, RpcError
 from rpc.group.connections import FAREWELL_SECONDS, Connections
-from rpc.group.handshake import Stream, legible
+from rpc.group.handshake import Stream
 from rpc.group.peer import Peer
+from rpc.runtime.legible import legible
 from rpc.runtime.mailbox import Mailbox
 from rpc.transport.base import Connection, ConnectionOwner
 from rpc.transport.bulk_socket import BulkSocket

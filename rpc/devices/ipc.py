@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from rpc.errors import ProtocolError, SerializationError, WorkerLostError
-from rpc.group.handshake import legible
 from rpc.group.peer import Peer
+from rpc.runtime.legible import legible
 from rpc.runtime.process_signs import has_ended
 from rpc.runtime.tasks import Task
 

@@ -19,13 +19,14 @@ from rpc.errors import ProtocolError
 from rpc.group.admission import CROSSED, judge
 from rpc.group.dialling import QUIET_SECONDS, Dialler
 from rpc.group.greeting import SLOW_SECONDS, Greeting
-from rpc.group.handshake import Hello, Refusal, Stream, Welcomed, legible
+from rpc.group.handshake import Hello, Refusal, Stream, Welcomed
 from rpc.group.link import CONNECTING
 from rpc.group.loopback import Loopback
 from rpc.group.membership import Membership
 from rpc.group.own_time import Neighbours, OwnTime
 from rpc.group.peer import Peer
 from rpc.group.workers import Member
+from rpc.runtime.legible import legible
 from rpc.runtime.limited_log import LimitedLog
 from rpc.runtime.tasks import Task
 from rpc.transport.authentication import TokenAuthenticator
@@ -411,7 +412,7 @@ class Connections:
                 )
         elif not greeting.is_refused:
             level = logging.WARNING if greeting.connection.received_anything else logging.DEBUG
-            self._refusals.log(level, "refused %s: %s", greeting.connection.description, failure)
+            self._refusals.log(level, "refused %s: %s", greeting.connection.description, legible(failure))
 
     def _establish(self, greeting: Greeting, peer: Peer, session: tuple[int, int]) -> None:
         greeting.finish()

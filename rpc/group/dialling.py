@@ -15,6 +15,7 @@ from rpc.errors import RpcError
 from rpc.group.link import GiveUp, LinkState
 from rpc.group.own_time import LEAST_SECONDS, Neighbours, OwnTime
 from rpc.group.peer import Peer
+from rpc.runtime.legible import legible
 from rpc.runtime.process_signs import ProcessSigns, computes
 from rpc.transport.base import Connection, ConnectionOwner, Transport, Unreachable
 from rpc.transport.tls import why_no_tls
@@ -208,6 +209,7 @@ class Dialler:
             return
         progressed = peer.session.has_progressed
         now, patience = self._owner.own_time(), self._owner.reconnect_seconds
+        reason = legible(reason)
         self._signs.pop(peer.incarnation, None)
         verdict = peer.link.broke(reason, now, patience, progressed=progressed)
         if verdict is None:

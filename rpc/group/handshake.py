@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from rpc.errors import ProtocolError
 from rpc.group.workers import Member
+from rpc.runtime.legible import legible
 from rpc.transport.authentication import Role, TokenAuthenticator
 from rpc.wire.frames import Kind
 from rpc.wire.headers import pack_header
@@ -40,11 +41,8 @@ __all__ = [
     "Refusal",
     "Stream",
     "Welcomed",
-    "legible",
     "parse_refusal",
 ]
-
-_LONGEST_TEXT: Final = 1000
 
 
 class HandshakeState(Enum):
@@ -259,9 +257,3 @@ def _session(header: dict[str, Any], default: tuple[int, int]) -> tuple[int, int
 def parse_refusal(header: dict[str, Any]) -> Refusal:
     """Parse the refusal of a peer; tolerant, since it is only displayed."""
     return Refusal(str(header.get("code", "")), legible(header.get("reason", "no reason given")))
-
-
-def legible(text: object) -> str:
-    """Make another process's text fit for logs and errors: one line, of limited length."""
-    shown = str(text)[:_LONGEST_TEXT]
-    return shown if shown.isprintable() else repr(shown)

@@ -11,6 +11,7 @@ from rpc.agent.group import AgentGroup
 from rpc.errors import GroupMismatchError, RpcTimeoutError, WorkerLostError
 from rpc.group.workers import Member
 from rpc.options import UNSET_TIMEOUT
+from rpc.runtime.legible import legible
 
 __all__ = ["AgentNeighbours", "introduce", "make_connection"]
 
@@ -35,7 +36,7 @@ def introduce(caller: Caller, members: Sequence[Member]) -> None:
         try:
             call.result()
         except WorkerLostError as error:
-            logger.info("left out of the group: %s", error)
+            logger.info("left out of the group: %s", legible(error))
         except RpcTimeoutError as error:
             logger.warning("a worker does not answer: %s", error)
 
@@ -78,7 +79,7 @@ class AgentNeighbours:
         except WorkerLostError:
             pass  # it is still in the log
         except GroupMismatchError as error:
-            logger.warning("worker '%s' is not accepted: %s", member.name, error)
+            logger.warning("worker '%s' is not accepted: %s", member.name, legible(error))
 
     def _lose_all(self, reason: str) -> None:
         self._group.connections.stop_listening()

@@ -17,9 +17,9 @@ from typing import Final
 import msgpack
 
 from rpc.errors import GroupMismatchError, RendezvousError, RendezvousTimeoutError
-from rpc.group.handshake import legible
 from rpc.group.workers import Member, WorkerInfo
 from rpc.rendezvous.token import WAYS
+from rpc.runtime.legible import legible
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rpc.errors import RendezvousError
 from rpc.group.workers import Member
 from rpc.rendezvous.arrivals import Arrival, ArrivalKind, Entry, Verdict
 from rpc.rendezvous.store import SharedStore
+from rpc.runtime.legible import legible
 from rpc.transport.authentication import ForeignRecordError
 
 __all__ = ["Log", "OwnRecord"]
@@ -113,7 +114,7 @@ class Log:
             except ForeignRecordError as error:
                 entry = replace(entry, foreign=Arrival.claimed(index, error.claimed))
             except ValueError as error:
-                logger.warning("passing over an arrival, of another version of farcall? %s", error)
+                logger.warning("passing over an arrival, of another version of farcall? %s", legible(error))
                 return replace(entry, verdict=self.decide(index, Verdict(ArrivalKind.GONE)))
         self._open[index] = entry
         return entry

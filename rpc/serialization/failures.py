@@ -12,6 +12,7 @@ import torch
 
 from rpc.errors import NoMemoryError, RpcError, SerializationError, with_article
 from rpc.runtime.interrupts import is_interruption
+from rpc.runtime.legible import legible
 from rpc.serialization.functions import not_found
 from rpc.serialization.kept_errors import noted
 from rpc.serialization.payload import Destination
@@ -49,9 +50,9 @@ def text_of(error: BaseException) -> str:
 
 
 def beginning_of(text: str, limit: int) -> str:
-    """Return a text on one line, without what exceeds ``limit`` characters."""
+    """Return a text on one line, legible, without what exceeds ``limit`` characters."""
     line = " ".join(text.split())
-    return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."
+    return legible(line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ...")
 
 
 def cut(text: str, limit: int) -> str:

@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 _NONE: Final = "-"
 _LOOK_SECONDS: Final = 2.0
+_PART_SECONDS: Final = 0.5
 _EXTENSION: Final = "spmd.node"
 _RECORDER: Final = "spmd.collectives"
 
@@ -307,8 +308,7 @@ def exchanged(
         store.set(names[rank], mine)  # type: ignore[arg-type]
         said = []
         for other, name in enumerate(names):
-            # c10d drops fractions of milliseconds, and 0 is no limit.
-            store.wait([name], timedelta(milliseconds=int(waiting.remaining * 1000) + 1))
+            _wait_for_key(store, name, waiting)
             said.append(read(other, store.get(name)))
         return said
 
@@ -330,6 +330,19 @@ def exchanged(
             f"rank {rank} has waited {timeout:g} s for the other ranks of a process group of "
             f"{size}; missing: {', '.join(missing)}. Check that they run, and form the same group."
         ) from error
+
+
+def _wait_for_key(store: Store, key: str, waiting: StoreWait) -> None:
+    """Wait for a key, in parts: nothing else ends the wait of a caller that was interrupted."""
+    while True:
+        until = monotonic() + min(waiting.remaining, _PART_SECONDS)
+        try:
+            # c10d drops fractions of milliseconds, and 0 is no limit.
+            store.wait([key], timedelta(milliseconds=int((until - monotonic()) * 1000) + 1))
+            return
+        except RuntimeError:
+            if monotonic() < until or not waiting.pause(0):
+                raise
 
 
 def master_of(store: Store) -> str | None:

@@ -14,7 +14,7 @@ asks them to install it. They exchange their reports, all to all, and each decid
 ``Member.decide``. Let S be the highest number of committed steps among them:
 
 - a member at S - 1 is prepared for that step in the view that committed it, and commits it now;
-- if all members with a state are at S and are prepared for it *in the same view*, all commit it;
+- if all members with a state are at S and are prepared for it, all commit it;
 - otherwise the attempt is aborted, and step S is repeated.
 
 If anything fails, another ballot follows.
@@ -23,7 +23,10 @@ If anything fails, another ballot follows.
 seen all votes is prepared in the same attempt, and commits it in the exchange. A commit by exchange needs all
 members of the new view; a member that did not complete that exchange gives the same report in the next one. A
 member that completed it and aborted is no longer prepared, so no later exchange finds all prepared in that
-attempt. Hence members differ by at most one step, and no state is ever copied between members that have one.
+attempt. Nor does one find members prepared in different views: all members of the later one had completed it
+before anybody was prepared there, so a member prepared in the earlier one was not among them; then they, or
+members before them, had gone on without it, and never meet it again ("One job, never two"). Hence members
+differ by at most one step, and no state is ever copied between members that have one.
 
 *One job, never two.* The *bases* of a member are the view that it completed last, and each one that it has
 tried to form since, as others may have completed it. A set of members may go on if for each base of each of
@@ -506,8 +509,7 @@ def _agreed(reports: Sequence[Report]) -> tuple[int, bool]:
     done = {each.last for each in old if each.step == top}
     for each in old:
         assert each.step == top or (each.step == top - 1 and done == {each.prepared}), reports
-    commits = all(each.step == top and each.prepared is not None for each in old)
-    if commits and len({each.prepared for each in old}) == 1:
+    if all(each.step == top and each.prepared is not None for each in old):
         top += 1
     return top, any(each.ended for each in old)
 

@@ -21,6 +21,7 @@ from rpc.agent.futures import Future
 from rpc.api import get_worker_info, rpc_async
 from rpc.errors import GivenUpError, RpcError
 from rpc.runtime.current import current_agent
+from rpc.runtime.legible import legible
 from spmd.collectives import torch_internals
 from spmd.elastic.agreement import (
     NEW,
@@ -357,9 +358,10 @@ class Views:
             try:
                 answers[each] = call.wait()
             except RpcError as error:
-                logger.debug("%s failed at %x: %s", method.__name__, each, error)
+                logger.debug("%s failed at %x: %s", method.__name__, each, legible(error))
             except Exception as error:
-                logger.warning("%s failed at %x: %r", method.__name__, each, error)
+                said = f"{type(error).__name__}: {legible(error)}"
+                logger.warning("%s failed at %x: %s", method.__name__, each, said)
         return answers
 
     # ---- what a proposer asks for

@@ -163,9 +163,11 @@ class World:
         getattr(self, f"on_{message[0]}")(worker, source, *message[1:])
 
     def on_closed(self, worker: Worker, source: int, certain: bool) -> None:
-        """The connection is closed for good."""
+        """The connection is closed for good. On one host, a worker sees whether the other's process runs."""
         if source in worker.lost:
             return
+        other = self.workers[source]
+        certain = certain or (not other.alive and other.host == worker.host)
         worker.lost.add(source)
         if certain:
             worker.core.witnessed(source)

@@ -21,7 +21,7 @@ from farcall.observe.worker.far_hosts import FarHosts
 from farcall.observe.worker.observer import Observer
 from rpc.agent.agent import Agent
 from rpc.agent.slow_calls import Due
-from rpc.group.handshake import legible
+from rpc.runtime.legible import legible
 
 __all__ = ["SlowCallReports"]
 
@@ -117,8 +117,8 @@ class SlowCallReports:
 
     def _log(self, due: Due, chain: Sequence[Node], found: str, *, moves: bool) -> None:
         """Log one report: no warning, if the callee computes."""
-        call, me = due.call, legible(self._agent.info.name)
-        asked = f"{legible(call.peer.name)}: {legible(call.asked)}"
+        call, me = due.call, self._agent.info.name
+        asked = f"{call.peer.name}: {legible(call.asked)}"
         text = f"{me} has had no answer for {due.age:.3g} s from {asked}"
         if chain and chain[0].thread:
             place = chain[0].place or "no line of the program"

@@ -30,6 +30,7 @@ from rpc.errors import (
 )
 from rpc.runtime.blocking import Event, wait_for_event
 from rpc.runtime.interrupts import is_interruption
+from rpc.runtime.legible import legible
 from rpc.serialization.exception_state import twin
 from rpc.serialization.settings import allow_function
 from spmd.elastic.errors import ElasticError, PutOut
@@ -373,7 +374,7 @@ class Host:
                     raise
                 if not (isinstance(error, RpcError) and hosts.is_lost(to)):
                     answers[to] = Failed(error)
-                    logger.warning("copy %x of '%s' has failed: %s", to, self.name, error)
+                    logger.warning("copy %x of '%s' has failed: %s", to, self.name, legible(error))
         return answers
 
     # ---- the host's own thread

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from farcall import rpc
 from farcall.accelerator_trial import exchange
 from rref.remote_module import RemoteModule
-from tests.support.device_groups import in_device_group, on_device_workers
+from tests.support.certificates import Authority
+from tests.support.device_groups import in_device_group, on_device_workers, one_to_one
 from tests.support.devices import (
     FIRST,
     SECOND,
@@ -31,6 +33,7 @@ from tests.support.devices import (
     used_bytes,
 )
 from tests.support.streams import until
+from tests.support.transfers import ACROSS, MIB
 from tests.support.workers import RunWorkers, Worker
 
 __all__ = ["device_kind", "mode"]
@@ -95,6 +98,21 @@ def test_streams_wait_for_what_they_use() -> None:
     )
     callee = rpc.remote("worker1", double_late, args=(late(9.0),))
     assert is_all(callee.to_here(), 18.0), "to_here"
+
+
+def double_over_tls(worker: Worker, tls: rpc.TlsOptions) -> None:
+    token = "a token that only the tests know"
+    with worker.group(**one_to_one(worker), **ACROSS, tls=tls, token=token):
+        for size in (SIZE, 2 * MIB) if not worker.rank else ():
+            with torch.Stream(device=FIRST):
+                result = rpc.rpc_sync("worker1", double_late, args=(late(3.0, size=size),))
+                assert result.device == torch.device(FIRST)
+                assert is_all(result, 6.0)
+                assert is_all(rpc.remote("worker1", double_late, args=(late(4.0, size=size),)).to_here(), 8.0)
+
+
+def test_tensors_on_devices_go_over_tls(run_workers: RunWorkers, mode: str, tmp_path: Path) -> None:
+    run_workers(on_devices(double_over_tls), 2, args=(mode, Authority(tmp_path).issue()))
 
 
 def ones(size: int, device: str) -> torch.Tensor:

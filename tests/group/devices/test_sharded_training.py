@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from spmd.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -85,6 +88,37 @@ def test_training_gives_what_one_process_gives(worker: Worker) -> None:
             trained = training(worker, device)
             for mine, alone in zip(trained.parameters(), expected(worker.world_size), strict=True):
                 torch.testing.assert_close(whole(mine), alone)
+
+
+def drawn(x: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    found = [functional.dropout(x), torch.rand_like(x), torch.randn_like(x)]
+    return [whole(each) for each in (*found, nn.init.normal_(found[0]), torch.rand(2, device=x.device))]
+
+
+@on_device_workers(mode="lazy")
+def test_sharded_tensors_are_drawn_as_by_one_process(worker: Worker) -> None:
+    with collectives(worker) as device:
+        mesh = init_device_mesh(KIND, (worker.world_size,))
+        parallelize_module(nn.Dropout(), mesh, {})
+        x = torch.ones(5, 8, device=device)
+        alone = drawn(x)
+        for placement in (Shard(0), Shard(1), Replicate()):
+            sharded = distribute_tensor(x, mesh, [placement])
+            torch.testing.assert_close(drawn(sharded), alone, rtol=0, atol=0)
+
+
+@on_device_workers(mode="lazy")
+def test_ranks_whose_devices_are_seeded_differently_are_warned_of_dropout(worker: Worker) -> None:
+    with collectives(worker) as device:
+        mesh = init_device_mesh(KIND, (worker.world_size,))
+        torch.manual_seed(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallelize_module(nn.Dropout(), mesh, {})
+        torch.get_device_module(device).manual_seed(worker.rank)
+        with pytest.warns(UserWarning, match=r"rank \d: the ranks of .* have different random generators"):
+            parallelize_module(nn.Dropout(), mesh, {})
 
 
 @on_device_workers(mode="lazy")

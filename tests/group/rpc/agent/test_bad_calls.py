@@ -275,28 +275,37 @@ class Slow:
 def time_out_calls(too_soon: float) -> None:
     asked = (
         "^RPC ran for more than its timeout of 20 ms: {} on worker 'worker1' has not answered. "
-        r"If it may take longer, pass a timeout in seconds: {} no limit, "
+        r"If it may take longer, pass a timeout in seconds: {} has no limit, "
         r"and rpc\.set_rpc_timeout\(0\) sets none for all calls\.$"
     )
-    line = r"rpc\.rpc_async\('worker1', wait_at_gate, \.\.\., timeout=0\) has"
-    function = asked.format("wait_at_gate", line)
-    of_reference = r"rref\.rpc_async\(timeout=0\)\.method\(\.\.\.\) and rref\.to_here\(timeout=0\) have"
+
+    def function(how: str, name: str = "wait_at_gate") -> str:
+        return asked.format(name, rf"rpc\.{how}\('worker1', {name}, \.\.\., timeout=0\)")
 
     async def call() -> Any:
         return await rpc.rpc_async("worker1", wait_at_gate, timeout=too_soon)
 
-    refused(RpcTimeoutError, function, rpc.rpc_sync, "worker1", wait_at_gate, timeout=too_soon)
-    refused(RpcTimeoutError, function, rpc.rpc_async("worker1", wait_at_gate, timeout=too_soon).wait)
-    refused(RpcTimeoutError, function, lambda: asyncio.run(call()))
+    for retries in ({}, {"retries": 1}):
+        of_call: dict[str, Any] = {"timeout": too_soon, **retries}
+        refused(RpcTimeoutError, function("rpc_sync"), rpc.rpc_sync, "worker1", wait_at_gate, **of_call)
+        refused(
+            RpcTimeoutError, function("rpc_async"), rpc.rpc_async("worker1", wait_at_gate, **of_call).wait
+        )
+    refused(RpcTimeoutError, function("rpc_async"), lambda: asyncio.run(call()))
     unmade, own = rpc.remote("worker1", Slow), rpc.remote("worker0", Slow)
-    refused(RpcTimeoutError, asked.format(".*to_here.*", of_reference), unmade.to_here, timeout=too_soon)
+    fetching = asked.format(r"RRef\.to_here", r"rref\.to_here\(timeout=0\)")
+    refused(RpcTimeoutError, fetching, unmade.to_here, timeout=too_soon)
     refused(RpcTimeoutError, r"timeout.*OwnerRRef\(.* is still being made", own.to_here, timeout=too_soon)
-    method = asked.format(r"(method 'work'|the type) of the value of .*Slow\(\.\.\.\)", of_reference)
-    refused(RpcTimeoutError, method, unmade.rpc_sync(timeout=too_soon).work)
-    refused(RpcTimeoutError, method, unmade.rpc_async(timeout=too_soon).work().wait)
-    refused(RpcTimeoutError, method, unmade.remote(timeout=too_soon).work)
+    method = asked.format(
+        r"(method 'work' of|the type of) the value of .*Slow\(\.\.\.\)",
+        r"rref\.{}\(timeout=0\)\.method\(\.\.\.\)",
+    )
+    refused(RpcTimeoutError, method.format("rpc_sync"), unmade.rpc_sync(timeout=too_soon).work)
+    refused(RpcTimeoutError, method.format("rpc_async"), unmade.rpc_async(timeout=too_soon).work().wait)
+    refused(RpcTimeoutError, method.format("remote"), unmade.remote(timeout=too_soon).work)
     rpc.set_rpc_timeout(too_soon)
-    refused(RpcTimeoutError, function, rpc.rpc_sync, "worker1", wait_at_gate)
+    refused(RpcTimeoutError, function("rpc_sync"), rpc.rpc_sync, "worker1", wait_at_gate)
+    refused(RpcTimeoutError, function("remote", "Slow"), rpc.remote("worker1", Slow)._get_future().wait)
     assert issubclass(RpcTimeoutError, TimeoutError)
 
 

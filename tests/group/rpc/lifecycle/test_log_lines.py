@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -92,6 +93,27 @@ def test_log_of_a_failed_call_names_no_function_of_ours() -> None:
     failing_objects()
     named = {re.sub(r".*?: (.*), called by .*", r"\1", record.getMessage()) for record in records}
     assert named == {"fail", "a call"}
+
+
+def fail_with(text: str) -> None:
+    raise LookupError(text)
+
+
+@in_worker0(world_size=1)
+def test_what_a_caller_sends_cannot_forge_a_line() -> None:
+    records: list[logging.LogRecord] = []
+    log = logging.getLogger("rpc.agent.received_requests")
+    log.addHandler(Kept(records))
+    forged = FunctionType(fail_with.__code__.replace(co_qualname="f\nERROR"), {"LookupError": LookupError})
+    forged.__qualname__ = "f\nERROR"
+    for text in ("a\nERROR", "a\x1b[31m", "a\x07", "a\udcff"):
+        with pytest.raises(LookupError, match=r"^a"):
+            rpc.rpc_sync("worker0", forged, (text,))
+        line = records.pop().getMessage()
+        assert line.isprintable()
+        assert re.match(
+            r"worker 'worker0': 'f\\nERROR', called by worker 'worker0', raised LookupError", line
+        )
 
 
 def fail_at_length() -> None:

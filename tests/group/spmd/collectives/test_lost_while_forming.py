@@ -87,3 +87,18 @@ def test_who_serves_the_store_can_leave_when_one_that_waits_there_is_killed(run_
     workers[0].wait_for("one waits")
     workers[1].kill()
     workers[0].result()
+
+
+def test_an_interrupted_worker_and_the_others_can_leave(run_workers: RunWorkers) -> None:
+    def begin() -> str:
+        with pytest.raises(KeyboardInterrupt):
+            spmd.init_process_group(timedelta(seconds=300))
+        return "interrupted"
+
+    workers = run_workers.start([serve_until_one_waits, lambda worker: drive(worker, begin)])
+    workers.wait_for("ready")
+    workers[1].tell("go")
+    workers[0].wait_for("one waits")
+    workers[1].interrupt()
+    assert workers[1].result() == "interrupted"
+    workers[0].result()

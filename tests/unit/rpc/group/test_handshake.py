@@ -23,7 +23,6 @@ from rpc.group.handshake import (
     Refusal,
     Stream,
     Welcomed,
-    legible,
 )
 from rpc.group.membership import Membership
 from rpc.group.workers import Member
@@ -211,14 +210,6 @@ FIELDS = ME.to_wire()
 def test_a_malformed_hello_is_refused(header: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="a malformed hello"):
         Hello.parse(header)
-
-
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [("plain", "plain"), ("two\nlines", "'two\\nlines'"), ("x" * 5000, "x" * 1000), (7, "7")],
-)
-def test_what_others_say_is_shown_in_one_line_that_is_not_too_long(said: object, shown: str) -> None:
-    assert legible(said) == shown
 
 
 # ---- proofs that are passed on
