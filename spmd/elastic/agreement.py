@@ -510,6 +510,7 @@ def _agreed(reports: Sequence[Report]) -> tuple[int, bool]:
     for each in old:
         assert each.step == top or (each.step == top - 1 and done == {each.prepared}), reports
     if all(each.step == top and each.prepared is not None for each in old):
+        assert len({each.prepared for each in old}) == 1, reports
         top += 1
     return top, any(each.ended for each in old)
 
