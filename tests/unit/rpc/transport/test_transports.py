@@ -123,20 +123,19 @@ def test_where_nobody_listens_any_more_connecting_fails(
         connect(loop, there.listener.address)
 
 
-def test_a_tcp_port_can_be_named_and_taken_again_at_once(loop: LoopThread, place: MakePlace) -> None:
-    somewhere = place("tcp")
-    port = int(somewhere.listener.address.rpartition(":")[2])
-    somewhere.close()
+def test_a_tcp_port_can_be_named_and_taken_again_at_once(
+    loop: LoopThread, place: MakePlace, reserved_port: int
+) -> None:
     for _ in range(3):
-        there = place("tcp", port=port)
+        there = place("tcp", port=reserved_port)
         here = connect(loop, there.listener.address)
         assert there.arrived.wait(SOON)
         loop.call(there.connections[0].close, "this side first, so that its port lingers")
         there.close()
         loop.call(here.close, "done")
-    place("tcp", port=port)
+    place("tcp", port=reserved_port)
     with pytest.raises(OSError, match="in use"):
-        place("tcp", port=port)
+        place("tcp", port=reserved_port)
 
 
 @pytest.mark.parametrize("who", ["listener", "connector"])
