@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final
@@ -29,7 +29,7 @@ from spmd.collectives.one_host import futex
 from spmd.collectives.one_host.board import board_bytes
 from spmd.collectives.one_host.local import header_bytes
 
-__all__ = ["COLLECTIVES", "DATA", "NOTES", "Formation", "close_tags", "form"]
+__all__ = ["COLLECTIVES", "DATA", "NOTES", "Formation", "close_tags", "end_forming", "form"]
 
 COLLECTIVES, NOTES, DATA = _CHANNELS = range(3)
 """Offsets of the tags that a group has with each other rank, from the first of them."""
@@ -114,11 +114,6 @@ class _Talk:
             self._bulk.reserve(peer, len(_CHANNELS)) if me < peer.incarnation else -1 for peer in self._peers
         ]
 
-    def close(self) -> None:
-        for rank, peer in enumerate(self._peers):
-            if rank != self._rank:
-                self._bulk.close_tag(peer, self._tag)
-
 
 def form(
     bulk: Bulk, peers: Sequence[Peer], rank: int, name: str, key: str, share: bool, timeout: float
@@ -140,14 +135,23 @@ def form(
         CollectiveError: the ranks do not agree on the group.
         WorkerLostError: a rank is lost.
     """
-    # Two groups of one tag would have to be formed at the same time, by the same workers, in different order;
-    # then they find that the names differ.
-    tag = _FORMING + (zlib.crc32(f"{key}/{name}".encode()) >> 1)
-    talk = _Talk(bulk, peers, rank, tag, monotonic() + timeout)
+    talk = _Talk(bulk, peers, rank, _tag(name, key), monotonic() + timeout)
     try:
         return _form(talk, peers, rank, name, share)
     finally:
-        talk.close()
+        end_forming(bulk, [*peers[:rank], *peers[rank + 1 :]], name, key)
+
+
+def end_forming(bulk: Bulk, others: Iterable[Peer], name: str, key: str) -> None:
+    """Tell the other ranks that this one has formed a group, or will not: none goes on waiting for it."""
+    for each in others:
+        bulk.close_tag(each, _tag(name, key))
+
+
+def _tag(name: str, key: str) -> int:
+    # Two groups of one tag would have to be formed at the same time, by the same workers, in different order;
+    # then they find that the names differ.
+    return _FORMING + (zlib.crc32(f"{key}/{name}".encode()) >> 1)
 
 
 def _form(talk: _Talk, peers: Sequence[Peer], rank: int, name: str, share: bool) -> Formation:

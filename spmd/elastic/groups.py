@@ -7,6 +7,7 @@ from typing import Any, Final, Self
 
 from rpc.errors import GivenUpError, RpcError
 from rpc.group.peer import Peer
+from spmd.collectives.formation import end_forming
 from spmd.collectives.group import Group
 from spmd.collectives.node import Node
 from spmd.collectives.process_group import FarcallProcessGroup
@@ -60,20 +61,35 @@ class Groups:
             return group
 
         try:
-            votes = sums = add(peers, range(len(peers)), rank, key)
-            if replica_size == 1:
+            (name, everybody), *rest = _parts(len(peers), rank, replica_size, key)
+            votes = sums = add(peers, everybody, rank, name)
+            if not rest:
                 return cls(votes, sums, None)
-            place = rank % replica_size
-            sums = add(peers, range(place, len(peers), replica_size), rank, f"{key}/place {place}")
-            first = rank - place
-            mates = peers[first : first + replica_size]
-            return cls(votes, sums, add(mates, range(replica_size), place, f"{key}/replica {first}"))
+            (name, place), (replica, mates) = rest
+            sums = add(peers, place, rank, name)
+            among = range(replica_size)
+            return cls(votes, sums, add([peers[each] for each in mates], among, mates.index(rank), replica))
         except BaseException as error:
             for each in formed:
                 each.close()
+            cls.decline(agent, peers, rank, replica_size, key, begun=len(formed) + 1)
             if isinstance(error, RpcError):
                 raise GivenUpError(f"the group was not formed: {error}") from error
             raise
+
+    @staticmethod
+    def decline(
+        agent: Any, peers: Sequence[Peer | None], rank: int, replica_size: int, key: str, *, begun: int = 0
+    ) -> None:
+        """Tell the other members that this one does not form the groups of a view, so that none waits for it.
+        Arguments as for ``form``.
+
+        Args:
+            begun: number of the groups that it has formed, or failed to form.
+        """
+        for name, among in _parts(len(peers), rank, replica_size, key)[begun:]:
+            others = [peer for each in among if each != rank and (peer := peers[each]) is not None]
+            end_forming(agent.messages.bulk, others, name, name)
 
     @property
     def failed(self) -> bool:
@@ -96,3 +112,14 @@ class Groups:
         """Leave the groups that only the view needs. Idempotent."""
         self.votes.shutdown()
         self.sums.shutdown()
+
+
+def _parts(size: int, rank: int, replica_size: int, key: str) -> list[tuple[str, range]]:
+    """Return the names of the groups that a member of a view is in, and the ranks of their members."""
+    parts = [(key, range(size))]
+    if replica_size > 1:
+        place = rank % replica_size
+        first = rank - place
+        parts.append((f"{key}/place {place}", range(place, size, replica_size)))
+        parts.append((f"{key}/replica {first}", range(first, first + replica_size)))
+    return parts

@@ -408,26 +408,35 @@ class Views:
         the proposer has passed on.
         """
         peers = [self.losses.peer(each) for each in members]
-        if any(each is None or each.lost is not None for each in peers):
-            raise GivenUpError("a member of the next view is lost")
+        rank, size = list(members).index(self.me), len(self.core.replica)
+        try:
+            if any(each is None or each.lost is not None for each in peers):
+                raise GivenUpError("a member of the next view is lost")
+            cut_off = self._agree(ballot, members, released, reports)
+        except GivenUpError:
+            Groups.decline(self._agent, peers, rank, size, key)
+            raise
+        self.losses.cut_off(cut_off, "the elastic job goes on without it", self.released)
+        there = [each for each in peers if each is not None]
+        groups = Groups.form(self._agent, there, rank, size, key)
+        if not self._decide(ballot, members, reports, groups):
+            groups.discard()
+            raise GivenUpError("a later ballot has begun")
+        return True
+
+    def _agree(
+        self, ballot: Ballot, members: Sequence[int], released: Collection[int], reports: Sequence[Report]
+    ) -> set[int]:
+        """Take part in a view from now on; returns the workers that are to be cut off first."""
         with self.changed:
             self.losses.take_in()
             cut_off = self.core.to_cut_off(members, released, reports)
-            cut_off = {each for each in cut_off if not self.losses.is_lost(each)}
             try:
                 self.core.install(ballot, members, released)
             except OutdatedError as error:
                 raise GivenUpError(str(error)) from error
             self.losses.watch_processes(members)
-        self.losses.cut_off(cut_off, "the elastic job goes on without it", self.released)
-        rank = list(members).index(self.me)
-        groups = Groups.form(
-            self._agent, [each for each in peers if each is not None], rank, len(self.core.replica), key
-        )
-        if not self._decide(ballot, members, reports, groups):
-            groups.discard()
-            raise GivenUpError("a later ballot has begun")
-        return True
+            return {each for each in cut_off if not self.losses.is_lost(each)}
 
     def _decide(
         self, ballot: Ballot, members: Sequence[int], reports: Sequence[Report], groups: Groups

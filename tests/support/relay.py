@@ -8,6 +8,8 @@ import struct
 import threading
 from typing import Self
 
+from tests.support.ports import reserving_port
+
 __all__ = ["Relay"]
 
 
@@ -18,7 +20,8 @@ class Relay:
     """
 
     def __init__(self) -> None:
-        self.port = 0
+        self._reserved = contextlib.ExitStack()
+        self.port = self._reserved.enter_context(reserving_port())
         self.target = 0
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._threads: list[threading.Thread] = []
@@ -31,11 +34,11 @@ class Relay:
         self.refuse()
         for thread in self._threads:
             thread.join()
+        self._reserved.close()
 
     def listen(self) -> None:
         """Accept connections, again at the same port."""
         self._listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = self._listener.getsockname()[1]
         self._accepts = self._start(self._accept)
 
     def refuse(self) -> None:

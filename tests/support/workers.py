@@ -116,7 +116,8 @@ class Workers:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> WorkerProcess:
-        """Starts one more worker: a late joiner, or one that comes back under the name of a dead one.
+        """Starts one more worker: a late joiner, or one that comes back under the name of a killed one, once
+        that has ended: before, it has the name.
 
         Args:
             task: what it runs, as ``task(worker, *args, **kwargs)``.
@@ -134,6 +135,9 @@ class Workers:
             init_method=self._init_method,
             folder=self._folder,
         )
+        for each in self:
+            if each.name == spec.name and each.death_intended:
+                each.result()
         mine, theirs = Pipe()
         with theirs, open(self._folder / f"{spec.name}.log", "ab") as log:
             modules = [*PRELOADED, _module_of(task)]

@@ -136,6 +136,24 @@ def test_when_the_leader_gives_up_it_tells_the_others(run_workers: RunWorkers) -
     assert all("waiting for ['worker2']" in message for message in workers.results())
 
 
+def gather_late(worker: Worker) -> None:
+    with worker.group():
+        if worker.rank == 0:
+            for _ in range(2):
+                refused(RpcTimeoutError, "", rpc.all_gather, 0, timeout=0.1)
+            worker.report("given up")
+        else:
+            worker.wait_for("given up")
+            refused(RpcTimeoutError, r"waiting for \['worker1'\]", rpc.all_gather, 1)
+
+
+def test_who_comes_when_the_leader_has_given_up_several_times_is_told_why(run_workers: RunWorkers) -> None:
+    workers = run_workers.start(gather_late, 2)
+    workers[0].wait_for("given up")
+    workers[1].tell("given up")
+    workers.results()
+
+
 def gather_with_the_dead(worker: Worker) -> list[str]:
     with worker.group():
         lost = []

@@ -28,8 +28,12 @@ TCP: dict[str, Any] = {"listen": "127.0.0.1", "transports": ["tcp"], "token": TO
 SOON: dict[str, Any] = {"dynamic": True, "lost_after": 2, "reconnect_within": 2}
 
 
-def call_all() -> list[str]:
-    return [rpc.rpc_sync(info, rpc.get_worker_info).name for info in rpc.get_worker_infos()]
+def reaches(names: list[str]) -> bool:
+    """Whether these are the workers that this one knows, all of which it can then call."""
+    infos = rpc.get_worker_infos()
+    if [info.name for info in infos] != names:  # one of the others may be gone, which is not known yet
+        return False
+    return [rpc.rpc_sync(info, rpc.get_worker_info).name for info in infos] == names
 
 
 def fail_to_join(worker: Worker, options: dict[str, Any]) -> str:
@@ -43,7 +47,7 @@ def reach_each_other(workers: list[WorkerProcess]) -> None:
     """Wait until these are the group, and can call each other."""
     names = [each.name for each in workers]
     for each in workers:
-        until(lambda: ask(each, call_all) == names)  # noqa: B023
+        until(lambda: ask(each, reaches, names))  # noqa: B023
 
 
 def tls_of(folder: Path) -> dict[str, dict[str, Any]]:

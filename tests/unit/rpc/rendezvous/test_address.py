@@ -19,7 +19,10 @@ from rpc.rendezvous.address import (
     loopback_remark,
     probe,
 )
+from tests.support.ports import reserved_port
 from tests.unit.rpc.rendezvous.conftest import StartWorker
+
+__all__ = ["reserved_port"]
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "localhost.", "127.0.0.1", "127.5.5.5", "::1"])
@@ -144,9 +147,9 @@ def test_worker_on_this_host_is_asked_at_its_unix_address(start_worker: StartWor
 
 
 @pytest.mark.parametrize("host", ["another host", host_identity()])
-def test_worker_is_asked_at_its_tcp_address(host: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+def test_worker_is_asked_at_its_tcp_address(host: str, reserved_port: int) -> None:
+    address = f"tcp:127.0.0.1:{reserved_port}"
+    with socket.create_server(("127.0.0.1", reserved_port)):
         assert probe(member(address, host=host)) is True
     assert probe(member(address, host=host)) is False
 

@@ -17,7 +17,10 @@ from rpc.transport import tcp
 from rpc.transport.base import Connection, Listener, Transport, TransportContext
 from rpc.transport.registry import transports
 from rpc.transport.tcp import TcpTransport
+from tests.support.ports import reserved_port
 from tests.support.streams import SOON, Recorder, send, until
+
+__all__ = ["reserved_port"]
 
 
 class Place:
@@ -120,20 +123,19 @@ def test_where_nobody_listens_any_more_connecting_fails(
         connect(loop, there.listener.address)
 
 
-def test_a_tcp_port_can_be_named_and_taken_again_at_once(loop: LoopThread, place: MakePlace) -> None:
-    somewhere = place("tcp")
-    port = int(somewhere.listener.address.rpartition(":")[2])
-    somewhere.close()
+def test_a_tcp_port_can_be_named_and_taken_again_at_once(
+    loop: LoopThread, place: MakePlace, reserved_port: int
+) -> None:
     for _ in range(3):
-        there = place("tcp", port=port)
+        there = place("tcp", port=reserved_port)
         here = connect(loop, there.listener.address)
         assert there.arrived.wait(SOON)
         loop.call(there.connections[0].close, "this side first, so that its port lingers")
         there.close()
         loop.call(here.close, "done")
-    place("tcp", port=port)
+    place("tcp", port=reserved_port)
     with pytest.raises(OSError, match="in use"):
-        place("tcp", port=port)
+        place("tcp", port=reserved_port)
 
 
 @pytest.mark.parametrize("who", ["listener", "connector"])
@@ -222,12 +224,6 @@ def silent_address() -> tuple[socket.socket, list[socket.socket]]:
     return listener, callers
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
-
-
 def resolve_to(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
     async def resolve(*_: object) -> list[tuple[int, Any]]:
         return [(socket.AF_INET, ("127.0.0.1", port)) for port in ports]
@@ -240,10 +236,10 @@ def port_of(place: Place) -> int:
 
 
 def test_an_address_that_refuses_is_passed_over(
-    loop: LoopThread, place: MakePlace, monkeypatch: pytest.MonkeyPatch
+    loop: LoopThread, place: MakePlace, monkeypatch: pytest.MonkeyPatch, reserved_port: int
 ) -> None:
     there = place("tcp")
-    resolve_to(monkeypatch, closed_port(), port_of(there))
+    resolve_to(monkeypatch, reserved_port, port_of(there))
     connection = connect(loop, "tcp:somewhere:1")
     assert there.arrived.wait(SOON)
     loop.call(connection.close, "end of the test")
@@ -292,8 +288,8 @@ def test_a_process_of_another_user_cannot_fill_the_log(
 
 
 def test_without_any_answer_the_first_address_says_why(
-    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
+    loop: LoopThread, monkeypatch: pytest.MonkeyPatch, reserved_port: int
 ) -> None:
-    resolve_to(monkeypatch, closed_port(), closed_port())
+    resolve_to(monkeypatch, reserved_port, reserved_port)
     with pytest.raises(ConnectionRefusedError):
         connect(loop, "tcp:somewhere:1")
