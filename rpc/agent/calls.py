@@ -668,7 +668,8 @@ class CallTable:
         call = self._pending.get(call_id)
         if call is not None and call.peer is not peer:
             raise ProtocolError(f"an answer to a call that worker '{call.peer.name}' got")
-        arrivals = self._serializer.adopt(frame[2], peer) if frame[2] else None
+        serializer = self._serializer
+        arrivals = None if serializer.brings_nothing(frame[2]) else serializer.adopt(frame[2], peer)
         call = self._pending.pop(call_id, None)  # as in ``_take_from``
         if call is None:
             self._given_up.pop(call_id, None)
