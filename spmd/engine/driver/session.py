@@ -411,8 +411,8 @@ class Session:
         repeated: list[UnderWay] = []
         self._epoch += 1
         for place in places:
-            self._set.replace(place, cast("Port", copies.ports[place]))
-        self._ports = cast("tuple[EnginePort, ...]", copies.ports)
+            self._set.replace(place, copies.ports[place])
+        self._ports = copies.ports
         for sent, record in copies.log:
             if record in self._under_way:
                 self._transmit(sent, record)
