@@ -102,7 +102,7 @@ class _Mode:
         self.ports = [RemoteWorker(name, worker) for name, worker in zip(names, made, strict=True)]
         state = torch.get_rng_state()
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
-        self.session = Session(self.ports, programs)
+        self.session = Session(self.ports, LogicalTensor, programs)
         if every:
             self.session.begin_copies(Copies(self.ports, every, self._replace))
         self._extensions: dict[str, Any] = current_agent().extensions
