@@ -26,6 +26,7 @@ from benchmarks.spmd_cases import Sizes, on_device
 from spmd.engine.driver import start
 from spmd.engine.driver.current import DEVICE, set_engine
 from spmd.engine.driver.device import set_up
+from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.engine.driver.session import Session
 from spmd.engine.program.step_messages import Answer, EngineStep
 
@@ -64,7 +65,7 @@ class _Silent:
 def _session(workers: int) -> Iterator[Session]:
     set_up()
     ports = [_Silent() for _ in range(workers)]
-    session = Session(ports)
+    session = Session(ports, LogicalTensor)
     mode: Any = SimpleNamespace(session=session, ports=ports)
     set_engine(session)
     start._mode = mode

@@ -15,6 +15,7 @@ import farcall_guard
 farcall_guard.check("rpc", "rref")
 
 from dist_autograd.api import (
+    autograd,
     backward,
     change_gradients,
     context,
@@ -22,7 +23,7 @@ from dist_autograd.api import (
     get_gradients,
     has_context,
 )
-from dist_autograd.installation import autograd, install
+from dist_autograd.installation import install
 
 __all__ = [
     "backward",

@@ -1,19 +1,35 @@
-"""The user's functions of distributed autograd."""
+"""The user's functions of distributed autograd, and the object of each agent that they use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
-from dist_autograd.contexts import Context, current
-from dist_autograd.installation import autograd
+from dist_autograd.backwards import Backwards
+from dist_autograd.contexts import Context, Contexts, current
+from dist_autograd.ddp import Models
+from dist_autograd.torch_internals import INTERNALS, NO_AUTOGRAD
 from rpc.errors import AutogradError
+from rpc.runtime.current import current_agent, extension
 from rpc.runtime.interrupts import protected
 
-__all__ = ["backward", "change_gradients", "context", "current_context", "get_gradients", "has_context"]
+__all__ = [
+    "EXTENSION",
+    "Autograd",
+    "autograd",
+    "backward",
+    "change_gradients",
+    "context",
+    "current_context",
+    "get_gradients",
+    "has_context",
+]
+
+EXTENSION: Final = "autograd"
+"""Name of the agent's extension that is its ``Autograd``."""
 
 
 class context:  # noqa: N801  # PyTorch's name
@@ -164,4 +180,42 @@ def current_context() -> Context:
             "Trying to access the autograd context of a thread that has none: make the calls inside "
             "'with dist_autograd.context() as context_id:'"
         )
+    return found
+
+
+class Autograd:
+    """Distributed autograd on one agent.
+
+    Args:
+        models, contexts, backwards: its parts.
+    """
+
+    def __init__(self, models: Models, contexts: Contexts, backwards: Backwards) -> None:
+        self.models = models
+        self.contexts = contexts
+        self.backwards = backwards
+
+    def observed(self) -> dict[str, int]:
+        """Return data for observers. From any thread, without waiting."""
+        return {"contexts": len(self.contexts), "backwards": len(self.backwards)}
+
+    def debug_info(self) -> dict[str, int]:
+        """Counts, for ``rpc.get_debug_info``."""
+        return {
+            "num_autograd_contexts": len(self.contexts),
+            "num_current_backward_passes": len(self.backwards),
+        }
+
+
+def autograd() -> Autograd:
+    """Return the distributed autograd of the current agent.
+
+    Raises:
+        NotInitializedError: ``rpc.init_rpc`` has not been called.
+        MissingInternalError: PyTorch lacks an internal function that distributed autograd needs.
+    """
+    found: Autograd | None = current_agent().extensions.get(EXTENSION)
+    if found is None:
+        INTERNALS.require(NO_AUTOGRAD)
+        found = extension(EXTENSION)
     return found

@@ -24,15 +24,14 @@ from dist_autograd.recording import Origin
 from dist_autograd.root import Root, Steps, checked
 from dist_autograd.worker_pass import WorkerPass
 from rpc.agent.activity import Activity
-from rpc.agent.agent_calls import Calls
 from rpc.agent.border import Work
 from rpc.agent.hooks import Hooks
 from rpc.agent.messages import Messages
-from rpc.agent.received_requests import Request
-from rpc.errors import AutogradError, NotInitializedError, is_violation
+from rpc.agent.received_requests import Answers, Request
+from rpc.errors import AutogradError, BlockingCallError, NotInitializedError, is_violation
 from rpc.group.peer import Peer, PeerTable
 from rpc.runtime import spans
-from rpc.runtime.blocking import check_may_block
+from rpc.runtime.blocking import this_thread
 from rpc.runtime.executor import Executor
 from rpc.runtime.tasks import Task
 from rpc.serialization.payload import Payload
@@ -53,9 +52,12 @@ class Backwards:
     """Runs backward passes. From any thread, except where noted.
 
     Args:
-        calls, workers, messages: parts of this worker's agent, which has not joined a group yet.
+        answers: answers the requests of other workers.
+        workers: the workers.
+        messages: sends messages to other workers.
         activity: counts the parts that run for other workers.
         serializer: serializer of this worker.
+        executor: its threads run the parts of one message.
         contexts: contexts of this worker.
         models: models of this worker under ``DistributedDataParallel``.
         step: calls the ``step`` of an object of this worker, with the id of a context; false if that must
@@ -64,10 +66,9 @@ class Backwards:
 
     def __init__(
         self,
-        calls: Calls,
+        answers: Answers,
         workers: PeerTable,
-        messages: Messages,
-        hooks: Hooks,
+        messages: SentMessages,
         activity: Activity,
         serializer: Serializer,
         executor: Executor,
@@ -75,16 +76,16 @@ class Backwards:
         models: Models,
         step: Callable[[RRefId, int], bool],
     ) -> None:
-        self._requests = calls.requests
-        self._answers = calls.answers
+        self._requests = contexts.requests
+        self._answers = answers
         self._workers = workers
+        self._messages = messages
         self._activity = activity
         self._serializer = serializer
         self._executor = executor
         self._contexts = contexts
         self._models = models
         self._step = step
-        self._messages = SentMessages(calls.caller, calls.table, messages.sender, serializer)
         self._running: dict[Key, Root | Participant] = {}
         self._failed: dict[Key, Error] = {}
         """The latest passes of other workers that have failed before this worker's part of them has begun: a
@@ -92,12 +93,15 @@ class Backwards:
         """
         self._numbers = itertools.count(1)
         self._threads: Executor | None = None
+
+    def register(self, messages: Messages, hooks: Hooks) -> None:
+        """Register the handlers of messages, of the ends of contexts, and of workers that are gone."""
         messages.on(kinds.MARK, self._mark_arrived)
         messages.on(kinds.PART, self._part_arrived)
         messages.on(kinds.WHOLE_PART, partial(self._begun, whole=True), any_thread=True)
         messages.on(kinds.GRADIENTS, self._gradients_arrived, any_thread=True)
         messages.on(kinds.ABORT, self._abort_arrived)
-        contexts.on_end(self._context_over)
+        self._contexts.on_end(self._context_over)
         hooks.gone.append(self._peer_gone)
         hooks.awaited.append(self._awaited)
         hooks.closed.append(self._closed)
@@ -115,7 +119,8 @@ class Backwards:
         """
         context = self._contexts.get(context_id)
         tensors = checked(list(roots))
-        check_may_block()
+        if this_thread.must_not_block is not None:
+            raise BlockingCallError(this_thread.must_not_block)
         with spans.span("distributed backward", roots=len(tensors)):
             key = (self._contexts.incarnation, next(self._numbers))
             own = WorkerPass(context, bool(retain_graph), self._models)

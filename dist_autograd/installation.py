@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dist_autograd import engine
+from dist_autograd.api import EXTENSION, Autograd, autograd
+from dist_autograd.backward_messages import SentMessages
 from dist_autograd.backwards import Backwards
 from dist_autograd.contexts import Contexts
 from dist_autograd.ddp import Models
@@ -18,56 +20,26 @@ from dist_autograd.torch_internals import INTERNALS, NO_AUTOGRAD
 from rpc.agent.agent import UNSET_TIMEOUT, Agent
 from rpc.agent.calls import Caller
 from rpc.errors import AutogradError, RRefError, with_article
-from rpc.runtime.current import current_agent, extension
 from rpc.serialization.serializer import Serializer
 from rref.installation import install as install_references
 from rref.protocol.messages import RRefId
 from rref.references import References
 
-__all__ = ["Autograd", "autograd", "install"]
-
-_EXTENSION: Final = "autograd"
+__all__ = ["install"]
 
 
-class Autograd:
-    """Distributed autograd on one agent.
-
-    Args:
-        models, contexts, backwards: its parts.
-        calls: makes calls.
-    """
-
-    def __init__(self, models: Models, contexts: Contexts, backwards: Backwards, calls: Caller) -> None:
-        self.models = models
-        self.contexts = contexts
-        self.backwards = backwards
-        self._calls = calls
-
-    def backward_of(self, rref: Any, context_id: int, retain_graph: bool) -> None:
-        """See ``RRef.backward``."""
-        if rref.is_owner():
-            backward_here(rref, context_id, retain_graph)
-            return
-        if context_id == -1:
-            raise AutogradError(
-                f"User RRefs require 'dist_autograd_ctx_id' to be specified: {rref} refers to an object of "
-                f"worker '{rref.owner_name()}'; pass the id of the context that its tensor was computed in"
-            )
-        call = self._calls.call(
-            rref.owner(), backward_here, (rref, context_id, retain_graph), {}, UNSET_TIMEOUT
+def _backward_of(calls: Caller, rref: Any, context_id: int, retain_graph: bool) -> None:
+    """See ``RRef.backward``."""
+    if rref.is_owner():
+        backward_here(rref, context_id, retain_graph)
+        return
+    if context_id == -1:
+        raise AutogradError(
+            f"User RRefs require 'dist_autograd_ctx_id' to be specified: {rref} refers to an object of "
+            f"worker '{rref.owner_name()}'; pass the id of the context that its tensor was computed in"
         )
-        call.result()
-
-    def observed(self) -> dict[str, int]:
-        """Return data for observers. From any thread, without waiting."""
-        return {"contexts": len(self.contexts), "backwards": len(self.backwards)}
-
-    def debug_info(self) -> dict[str, int]:
-        """Counts, for ``rpc.get_debug_info``."""
-        return {
-            "num_autograd_contexts": len(self.contexts),
-            "num_current_backward_passes": len(self.backwards),
-        }
+    call = calls.call(rref.owner(), backward_here, (rref, context_id, retain_graph), {}, UNSET_TIMEOUT)
+    call.result()
 
 
 def backward_here(rref: Any, context_id: int, retain_graph: bool) -> None:
@@ -120,10 +92,9 @@ def install(agent: Agent) -> None:
         agent.incarnation, calls.requests, workers, messages, hooks, agent.mailbox, executor, models.watch
     )
     backwards = Backwards(
-        calls,
+        calls.answers,
         workers,
-        messages,
-        hooks,
+        SentMessages(calls.caller, calls.table, messages.sender, agent.serializer),
         agent.lifecycle.activity,
         agent.serializer,
         executor,
@@ -131,21 +102,8 @@ def install(agent: Agent) -> None:
         models,
         partial(_perform_step, references, agent.serializer),
     )
+    backwards.register(messages, hooks)
     hooks.closed.append(models.stop)
     agent.tracing.follow(Propagation(contexts))
-    agent.extensions[_EXTENSION] = installed = Autograd(models, contexts, backwards, calls.caller)
-    references.backward = installed.backward_of
-
-
-def autograd() -> Autograd:
-    """Return the distributed autograd of the current agent.
-
-    Raises:
-        NotInitializedError: ``rpc.init_rpc`` has not been called.
-        MissingInternalError: PyTorch lacks an internal function that distributed autograd needs.
-    """
-    found: Autograd | None = current_agent().extensions.get(_EXTENSION)
-    if found is None:
-        INTERNALS.require(NO_AUTOGRAD)
-        found = extension(_EXTENSION)
-    return found
+    agent.extensions[EXTENSION] = Autograd(models, contexts, backwards)
+    references.backward = partial(_backward_of, calls.caller)

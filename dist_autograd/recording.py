@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from dist_autograd import engine
 from dist_autograd.device_threads import pass_of_other_thread
-from dist_autograd.graph import Mark, marks_behind
+from dist_autograd.graph import Leaf, Mark, marks_behind
 from dist_autograd.torch_internals import class_of_nodes
 from rpc.errors import AutogradError, ProtocolError
 from rpc.group.peer import Peer
@@ -78,6 +78,39 @@ class Sent:
     def takes(self, position: int) -> bool:
         """Whether the gradient of a tensor is still needed: a leaf may have been frozen in the meantime."""
         return self.nodes[position] is not None or self.ends[position].requires_grad
+
+    def gradients_of_leaves(
+        self, indices: Sequence[int], gradients: Sequence[Tensor | None], leaves: Sequence[Leaf]
+    ) -> list[Tensor | None] | None:
+        """Return the gradients of the leaves that a message reaches, if no node needs to run for them.
+
+        Args:
+            indices: indices of its tensors that take part.
+            gradients: gradients of all its tensors, as received.
+            leaves: the leaves that it reaches.
+        """
+        if len(leaves) != len(indices):
+            return None
+        found: dict[int, Tensor] = {}
+        for position in indices:
+            leaf, gradient = self.ends[position], gradients[position]
+            if self.nodes[position] is not None or gradient is None or id(leaf) in found:
+                return None
+            if leaf._backward_hooks or not leaf.requires_grad or not _is_usual(gradient, leaf):
+                return None
+            found[id(leaf)] = gradient
+        return [found[id(leaf.tensor)] for leaf in leaves]
+
+
+def _is_usual(gradient: Tensor, leaf: Tensor) -> bool:
+    """Whether the engine would pass this gradient on unchanged."""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and gradient.shape == leaf.shape
+        and gradient.dtype is leaf.dtype
+        and gradient.device == leaf.device
+    )
 
 
 def computed_from(leaf: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ from dist_autograd.contexts import Context
 from dist_autograd.ddp import Models, accumulating, hand_over
 from dist_autograd.device_threads import finish, heralded
 from dist_autograd.graph import ROOTS, Leaf, Mark, Reach
-from dist_autograd.leaves import gradients_of_leaves, owned
 from dist_autograd.progress import Event, Progress
 from dist_autograd.recording import RECV_NODE, Origin, Sent, anchor, computed_from
 from rpc.errors import AutogradError, ProtocolError, RpcError
@@ -179,7 +178,7 @@ class WorkerPass:
             self._check_recvs_have_run(reach.recvs, "at the end")
             if leaves:
                 self._gradients.clear()  # or no gradient that came through would belong to the leaves alone
-                self.context.accumulate(leaves, owned(captured))
+                self.context.accumulate(leaves, engine.owned(captured))
         except BaseException as error:
             if not is_interruption(error):
                 self.progress.check()
@@ -257,7 +256,7 @@ class WorkerPass:
         if not indices:
             return [None] * len(leaves)
         if not is_profiler_enabled():  # the profile must show the sends
-            straight = gradients_of_leaves(sent, indices, received, leaves)
+            straight = sent.gradients_of_leaves(indices, received, leaves)
             if straight is not None:
                 return straight
             gradients = [gradient for index in indices if (gradient := received[index]) is not None]

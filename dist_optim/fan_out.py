@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from dist_autograd.installation import autograd
+from dist_autograd.api import autograd
 from dist_autograd.root import Steps
 from rpc.agent.futures import Future
 from rpc.agent.waiting import wait_futures

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dist_autograd.api import autograd
 from dist_autograd.contexts import Context
-from dist_autograd.installation import autograd
 from rpc.api import get_worker_info
 from rpc.errors import with_article
 from rpc.runtime import spans

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import dist_autograd
-from dist_autograd.api import check_arguments
-from dist_autograd.installation import autograd
+from dist_autograd.api import autograd, check_arguments
 from dist_autograd.root import Steps
 from dist_optim import checkpoint, parameter_groups
 from dist_optim.fan_out import add_steps, on_all, on_all_objects

@@ -91,7 +91,7 @@ class ReferenceServer:
         if peer.reader is not None:
             peer.reader.expected = True  # many a creator fetches the object at once
         header = call.header
-        request = Request(peer, call, self._serializer.adopt(header, peer) if header else None)
+        request = Request(peer, call, self._serializer.adopt(header, peer))
         value = self._references.arrived(rref, fork, peer, turns_of_object(header) if header else None)
         if value is None:
             refusal = self._serializer.dump_exception(

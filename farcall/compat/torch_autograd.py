@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 import dist_autograd
+from dist_autograd.api import autograd
 from dist_autograd.contexts import Context, current
-from dist_autograd.installation import autograd
 from dist_autograd.recording import Sent, computed_from
 from farcall.compat.torch_rpc.without_counterpart import without_counterpart
 from rpc.runtime.torch_internals import is_profiler_enabled

@@ -377,7 +377,9 @@ class ReceivedRequests:
     def enter(self, peer: Peer, frame: Frame) -> Request:
         """Register a request that its caller may cancel until it is answered."""
         header = frame[2]
-        request = Request(peer, frame, self._serializer.adopt(header, peer) if header else None)
+        serializer = self._serializer
+        brings_nothing = serializer.brings_nothing(header)
+        request = Request(peer, frame, None if brings_nothing else serializer.adopt(header, peer))
         self._unanswered[peer, frame[1]] = request
         return request
 
@@ -401,7 +403,8 @@ class ReceivedRequests:
         return self._accept(request, functools.partial(self._run_and_lend, run))
 
     def _accept(self, request: Request, run: Callable[[Request], None]) -> Task | None:
-        run = self.border.enclosed(run)
+        if self.border.encloses:
+            run = self.border.enclosed(run)
         self.begun = next(self._numbers)
         tell = self._events.request_begun
         if tell is not None:

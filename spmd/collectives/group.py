@@ -145,7 +145,9 @@ class Group:
         self.members.check()
         limit = self.timeout if timeout is None else timeout
         text = text_of(signature)
-        work = GroupWork(text, outputs, partial(self._perform, signature, perform, limit), self._sequencer)
+        work = GroupWork(
+            text, outputs, partial(self._perform, signature, perform, limit), self._sequencer.help
+        )
         if staged is not None:
             work.stage(staged, outputs)
         given = outputs if inputs is None else inputs

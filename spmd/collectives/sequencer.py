@@ -12,32 +12,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Final, Protocol
+from typing import Final
 
 from rpc.runtime.interrupts import protected
+from spmd.collectives.work import GroupWork
 
-__all__ = ["IDLE_SECONDS", "Operation", "Sequencer"]
+__all__ = ["IDLE_SECONDS", "Sequencer"]
 
 IDLE_SECONDS: Final = 5.0
 """Time in seconds without work after which the thread ends; the next operation starts another."""
-
-
-class Operation(Protocol):
-    """An operation that a sequencer runs."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has run."""
-
-    def run(self) -> None:
-        """Run it. Raises only ``KeyboardInterrupt`` and the like, and is done in that case, too."""
-
-    @property
-    def has_callbacks(self) -> bool:
-        """Whether it is done, and ``call_back`` must be called."""
-
-    def call_back(self) -> None:
-        """Run its callbacks: code of the user's, which may block."""
 
 
 class Sequencer:
@@ -49,25 +32,25 @@ class Sequencer:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: deque[Operation] = deque()
+        self._queue: deque[GroupWork] = deque()
         self._turn = threading.Lock()
         self._wanted = threading.Condition()
         self._is_wanted = False
         self._idle = 0
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: GroupWork) -> None:
         """Run an operation after all earlier ones, soon, on another thread if no waiting thread helps."""
         self._queue.append(operation)
         if not self._is_served():
             self.help(None)
 
-    def run(self, operation: Operation) -> None:
+    def run(self, operation: GroupWork) -> None:
         """Run an operation after all earlier ones, on this thread, unless another has the turn."""
         self._queue.append(operation)
         self.help(operation)
 
     @protected
-    def help(self, operation: Operation | None) -> None:
+    def help(self, operation: GroupWork | None) -> None:
         """Run what is queued, up to an operation or to the end. Returns early if another thread has the turn:
         that one, or the group's own, will run the rest.
         """
@@ -77,7 +60,7 @@ class Sequencer:
             while self._queue and not (operation is not None and operation.done):
                 if not self._turn.acquire(blocking=False):
                     break
-                ended: Operation | None = None
+                ended: GroupWork | None = None
                 try:
                     while self._queue and not (operation is not None and operation.done):
                         ended = self._queue.popleft()

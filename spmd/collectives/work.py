@@ -18,7 +18,6 @@ from spmd.collectives import profiling
 from spmd.collectives.arguments import seconds_of
 from spmd.collectives.errors import CollectiveError, CollectiveTimeoutError
 from spmd.collectives.flight_recorder import Record
-from spmd.collectives.sequencer import Sequencer
 
 if TYPE_CHECKING:
     from spmd.collectives.staged import Staged
@@ -35,7 +34,8 @@ class GroupWork(Work):
         what: its name in errors.
         outputs: result of ``result``.
         perform: performs it, for a sequencer; None if it is ended by ``finish``.
-        sequencer: runs it; a waiting thread helps.
+        help_run: called by a waiting thread with this work, to run what is queued up to it; None without a
+            sequencer.
         run_soon: runs callbacks on another thread if the system gives none for them; not needed with a
             sequencer.
 
@@ -50,7 +50,7 @@ class GroupWork(Work):
         what: str,
         outputs: Sequence[torch.Tensor],
         perform: Callable[[], object] | None = None,
-        sequencer: Sequencer | None = None,
+        help_run: Callable[[GroupWork], object] | None = None,
         run_soon: Callable[[Sequence[Task]], object] | None = None,
     ) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class GroupWork(Work):
         self._outputs = outputs
         self._staged: Staged | None = None
         self._perform = perform
-        self._sequencer = sequencer
+        self._help_run = help_run
         self._run_soon = run_soon
         self._waiters: list[threading.Lock] = []
         self._future: torch.futures.Future[Any] | None = None
@@ -141,7 +141,7 @@ class GroupWork(Work):
         for waiter in waiters:
             waiter.release()
         del dropped  # without the lock, as tensors may have finalizers
-        if self._sequencer is None and self.has_callbacks:  # this may be the agent's thread
+        if self._help_run is None and self.has_callbacks:  # this may be the agent's thread
             try:
                 threading.Thread(target=self.call_back, name="farcall-callbacks", daemon=True).start()
             except RuntimeError:  # the system has no more threads
@@ -186,8 +186,8 @@ class GroupWork(Work):
 
     def _wait(self, seconds: float) -> None:
         check_may_block()
-        if seconds <= 0 and self._sequencer is not None:
-            self._sequencer.help(self)
+        if seconds <= 0 and self._help_run is not None:
+            self._help_run(self)
         waiter = threading.Lock()
         waiter.acquire()
         with self._lock:

@@ -99,8 +99,7 @@ def auto_plan() -> AutoPlan | None:
 
         print(spmd.auto_plan())
     """
-    session = engine()
-    planner = session.planner if isinstance(session, Session) else None
+    planner = engine().planner
     return planner.plan if isinstance(planner, Planner) else None
 
 
@@ -114,7 +113,7 @@ def choose(mesh: Mesh | None = None) -> None:
         NotInSpmdModeError: SPMD mode is off.
     """
     session = engine()
-    if isinstance(session, Session) and session.planner is None:
+    if session.planner is None:
         session.recorder.flush()
         session.planner = Planner(session, mesh)
 

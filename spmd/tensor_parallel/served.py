@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_autograd import engine
-from dist_autograd.installation import autograd
+from dist_autograd.api import autograd
 from dist_optim import DistributedOptimizer
 from dist_optim.fan_out import on_all_objects
 from dist_optim.optimizer import check_context

@@ -20,10 +20,9 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dist_autograd.api import current_context
+from dist_autograd.api import autograd, current_context
+from dist_autograd.engine import owned
 from dist_autograd.graph import Leaf
-from dist_autograd.installation import autograd
-from dist_autograd.leaves import owned
 from dist_optim.local_optimizer import LocalOptimizer, mark_as_copy, mark_as_shard
 from rpc.agent.border import Work
 from rpc.agent.futures import Future

@@ -11,6 +11,7 @@ import torch
 
 from spmd.engine.driver.current import set_engine
 from spmd.engine.driver.device import set_up
+from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.engine.driver.session import PROGRAMS, Session
 from spmd.engine.program.step_messages import EngineStep
 from spmd.engine.worker.worker_engine import WorkerEngine
@@ -63,7 +64,7 @@ def inline_session(programs: int = PROGRAMS) -> Iterator[tuple[Session, InlinePo
     """
     set_up()
     port = InlinePort()
-    session = Session([port], programs)
+    session = Session([port], LogicalTensor, programs)
     state = torch.get_rng_state()
     set_engine(session)
     try:

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from spmd.engine.driver import start
 from spmd.engine.driver.current import set_engine
 from spmd.engine.driver.device import set_up
+from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.engine.driver.session import Session
 from spmd.engine.program.program import MeshKey
 from spmd.engine.program.step_messages import Answer, EngineStep
@@ -118,7 +119,7 @@ def simulated_session(
     """
     set_up()
     ports = [SimulatedWorker(computes=computes and rank == 0) for rank in range(workers)]
-    session = Session(ports)
+    session = Session(ports, LogicalTensor)
     mode: Any = SimpleNamespace(session=session, ports=ports)
     state = torch.get_rng_state()
     set_engine(session)

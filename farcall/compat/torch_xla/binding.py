@@ -138,7 +138,7 @@ def _get_graph_hash(tensors: Sequence[Tensor]) -> str:
 
 
 def _xla_get_auto_sharding() -> bool:
-    return getattr(session(), "planner", None) is not None
+    return session().planner is not None
 
 
 def _mark_manual_sharding(t: Tensor, sharding: shardings.OpSharding | None = None) -> None:

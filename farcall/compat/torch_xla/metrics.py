@@ -44,7 +44,7 @@ _at_clear: Final[dict[str, int]] = {}
 
 
 def _counts() -> dict[str, int]:
-    counts: dict[str, int] = getattr(engine(), "counts", {}) if is_running() else {}
+    counts: dict[str, int] = engine().counts if is_running() else {}
     return {**counts, "op_shardings": made_op_shardings()}
 
 

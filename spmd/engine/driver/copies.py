@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -27,10 +27,12 @@ import rpc
 from rpc.agent.waiting import wait_futures
 from rpc.errors import RpcError
 from rpc.group.workers import WorkerInfo
+from rpc.runtime.current import current_agent
 from rpc.runtime.interrupts import is_interruption
-from spmd.engine.program.step_messages import Save
+from spmd.engine.program.step_messages import EngineStep, Save
+from spmd.workers.worker_set import RemotePort
 
-__all__ = ["Copies", "CopyingPort", "Sent", "UnrecoverableError"]
+__all__ = ["Copies", "RemoteWorker", "Sent", "UnrecoverableError"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +43,33 @@ _NOTICE_SECONDS = 5.0
 """Time in seconds in which a loss becomes known here, once a call to the worker has failed."""
 
 
-class CopyingPort(Protocol):
-    """A worker that saves its values.
+class RemoteWorker(RemotePort):
+    """A worker of SPMD mode, called remotely.
+
+    Args:
+        name: its name in the RPC group.
+        worker: reference to it, with the methods of ``ServedWorker``.
 
     Attributes:
-        name: its name in the RPC group.
         peer: the connection to it, which knows whether it is lost.
-        worker: reference to it, with the methods of ``ServedWorker``.
     """
 
-    name: str
-    peer: Any
-    worker: Any
+    def __init__(self, name: str, worker: Any) -> None:
+        super().__init__(name, worker)
+        self.peer: Any = current_agent().group.peers.find(name)
+
+    def send(self, step: EngineStep) -> Any:
+        """Have it do a step; a future of its answer. Raises if the step cannot be sent."""
+        call = None if step.uploads or step.wanted else step.call()
+        if call is None:
+            return self.begun(self.do(*step.message()))
+        answer = call.send(self.worker)
+        if answer.done():
+            answer.value()
+        return answer
+
+    def regroup(self, generation: int) -> Any:
+        return self.worker.rpc_async(timeout=0).regroup(generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +94,7 @@ class UnrecoverableError(Exception):
     """Lost workers cannot be replaced; the text says why."""
 
 
-Replace = Callable[[Sequence[int], int, int], Sequence[CopyingPort]]
+Replace = Callable[[Sequence[int], int, int], Sequence[RemoteWorker]]
 """Has others take the places of lost workers: called with the places, the number of the process groups that
 all form again, and the number of the next step; returns the workers of all places.
 """
@@ -105,7 +122,7 @@ class Copies:
         log: steps since the newest complete save, each with the record that the session keeps of it.
     """
 
-    def __init__(self, ports: Sequence[CopyingPort], every: int, replace: Replace) -> None:
+    def __init__(self, ports: Sequence[RemoteWorker], every: int, replace: Replace) -> None:
         self.ports = tuple(ports)
         self.log: list[tuple[Sent, Any]] = []
         self._every, self._replace = every, replace

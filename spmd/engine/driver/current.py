@@ -5,51 +5,24 @@ Backward runs on PyTorch's threads, so nothing here is thread-local.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
-from torch import Tensor
 
-from spmd.engine.driver.aliases import Value
-from spmd.engine.driver.recorder import Recorder
+from spmd.engine.driver.session import Session
 from spmd.engine.errors import NotInSpmdModeError
 
-__all__ = ["DEVICE", "NAME", "Engine", "engine", "is_running", "set_engine"]
+__all__ = ["DEVICE", "NAME", "engine", "is_running", "set_engine"]
 
 NAME: Final = "spmd"
 DEVICE: Final = torch.device("privateuseone", 0)
 """The device; PyTorch calls it ``spmd:0`` once it is set up."""
 
 
-class Engine(Protocol):
-    """The engine of the device's tensors: a recorder, and workers behind it.
-
-    Attributes:
-        on_accelerators: whether workers compute on accelerators.
-    """
-
-    recorder: Recorder
-    on_accelerators: bool
-
-    @property
-    def workers(self) -> int:
-        """Number of workers."""
-        ...
-
-    def fetch(self, value: Value) -> Tensor:
-        """Return a value, as a whole, from the workers."""
-        ...
-
-    def fetch_parts(self, value: Value, workers: Sequence[int]) -> dict[int, Tensor]:
-        """Return the shards of a value on these workers, by worker."""
-        ...
+_engine: Session | None = None
 
 
-_engine: Engine | None = None
-
-
-def set_engine(current: Engine | None) -> None:
+def set_engine(current: Session | None) -> None:
     """Set the engine of the device; None for no engine."""
     global _engine
     _engine = current
@@ -60,7 +33,7 @@ def is_running() -> bool:
     return _engine is not None
 
 
-def engine() -> Engine:
+def engine() -> Session:
     """Return the engine of the device.
 
     Raises:

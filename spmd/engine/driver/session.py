@@ -26,7 +26,6 @@ from spmd.engine.driver.blocks import cut, has_blocks, holders, put_together
 from spmd.engine.driver.bounded_cache import BoundedCache
 from spmd.engine.driver.building import build
 from spmd.engine.driver.copies import Copies, Sent, UnrecoverableError
-from spmd.engine.driver.logical_tensor import LogicalTensor
 from spmd.engine.driver.poison import poisoned
 from spmd.engine.driver.recorder import ENTRIES_PER_PROGRAM, Recorder, Recording, lost, nowhere
 from spmd.engine.driver.report import costliest
@@ -118,11 +117,14 @@ class Session:
 
     Args:
         ports: the workers.
+        tensor_type: see ``Recorder``.
         programs: maximum number of programs that are kept, here and on each worker.
     """
 
-    def __init__(self, ports: Sequence[EnginePort], programs: int = PROGRAMS) -> None:
-        self.recorder = Recorder(self._run, LogicalTensor, programs * ENTRIES_PER_PROGRAM)
+    def __init__(
+        self, ports: Sequence[EnginePort], tensor_type: type[Tensor], programs: int = PROGRAMS
+    ) -> None:
+        self.recorder = Recorder(self._run, tensor_type, programs * ENTRIES_PER_PROGRAM)
         self.on_accelerators = False
         self._ports = tuple(ports)
         self._set = WorkerSet(self._ports, "an SPMD step", _GRACE, has_ended)
@@ -411,8 +413,8 @@ class Session:
         repeated: list[UnderWay] = []
         self._epoch += 1
         for place in places:
-            self._set.replace(place, cast("Port", copies.ports[place]))
-        self._ports = cast("tuple[EnginePort, ...]", copies.ports)
+            self._set.replace(place, copies.ports[place])
+        self._ports = copies.ports
         for sent, record in copies.log:
             if record in self._under_way:
                 self._transmit(sent, record)

@@ -23,7 +23,7 @@ from rpc.runtime.current import current_agent, is_initialized
 from rpc.runtime.interrupts import interruptible
 from spmd.collectives.creation import refuse
 from spmd.collectives.store import WorkerStore
-from spmd.engine.driver.copies import Copies, UnrecoverableError
+from spmd.engine.driver.copies import Copies, RemoteWorker, UnrecoverableError
 from spmd.engine.driver.current import DEVICE, set_engine
 from spmd.engine.driver.device import set_up
 from spmd.engine.driver.logical_tensor import LogicalTensor, in_message
@@ -31,11 +31,10 @@ from spmd.engine.driver.report import LayoutReport, report_of
 from spmd.engine.driver.session import PROGRAMS, Session
 from spmd.engine.driver.worker_devices import WorkerDevice, on_device, workers_and_devices
 from spmd.engine.errors import AlreadyInSpmdModeError, NotInSpmdModeError, SpmdError
-from spmd.engine.program.step_messages import EngineStep
 from spmd.engine.worker.served_worker import make
 from spmd.engine.worker.worker_process import await_driver, await_end_of, serve
 from spmd.workers.members import await_members
-from spmd.workers.worker_set import RemotePort, wait_together
+from spmd.workers.worker_set import wait_together
 
 __all__ = [
     "device",
@@ -64,27 +63,6 @@ _PATIENCE: Final = 10.0
 
 _JOINING_SECONDS: Final = 120.0
 """Timeout in seconds for a worker that has started to join the group."""
-
-
-class _Port(RemotePort):
-    """A worker, called remotely."""
-
-    def __init__(self, name: str, worker: Any) -> None:
-        super().__init__(name, worker)
-        self.peer: Any = current_agent().group.peers.find(name)
-
-    def send(self, step: EngineStep) -> Any:
-        """Have it do a step; a future of its answer. Raises if the step cannot be sent."""
-        call = None if step.uploads or step.wanted else step.call()
-        if call is None:
-            return self.begun(self.do(*step.message()))
-        answer = call.send(self.worker)
-        if answer.done():
-            answer.value()
-        return answer
-
-    def regroup(self, generation: int) -> Any:
-        return self.worker.rpc_async(timeout=0).regroup(generation)
 
 
 class _Mode:
@@ -121,10 +99,10 @@ class _Mode:
         except WorkerLostError as error:
             said = f"SPMD mode could not begin: worker '{error.worker}' is gone: {error.reason}"
             raise WorkerLostError(said, error.worker, error.reason) from None
-        self.ports = [_Port(name, worker) for name, worker in zip(names, made, strict=True)]
+        self.ports = [RemoteWorker(name, worker) for name, worker in zip(names, made, strict=True)]
         state = torch.get_rng_state()
         wait_futures([each.worker.rpc_async().seed(state) for each in self.ports])
-        self.session = Session(self.ports, programs)
+        self.session = Session(self.ports, LogicalTensor, programs)
         if every:
             self.session.begin_copies(Copies(self.ports, every, self._replace))
         self._extensions: dict[str, Any] = current_agent().extensions
@@ -141,7 +119,7 @@ class _Mode:
         return rpc.rpc_async(worker.worker, make, args=args, timeout=0)
 
     @interruptible
-    def _replace(self, lost: Sequence[int], generation: int, first: int) -> list[_Port]:
+    def _replace(self, lost: Sequence[int], generation: int, first: int) -> list[RemoteWorker]:
         """Have other workers take the places of lost ones; see ``Replace``."""
         for rank in lost:
             name = self._spare() if self.processes is None else self._started(self.processes, rank)
@@ -155,7 +133,7 @@ class _Mode:
         ]
         made = wait_together(calls, partial(_give_up, names[0], f"{self._name}/{generation}"))
         for rank in lost:
-            self.ports[rank] = _Port(names[rank], made[rank])
+            self.ports[rank] = RemoteWorker(names[rank], made[rank])
         return self.ports
 
     def _started(self, processes: WorkerProcesses, rank: int) -> str:

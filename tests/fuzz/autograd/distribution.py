@@ -17,7 +17,7 @@ from torch import Tensor
 
 import dist_autograd
 import rpc
-from dist_autograd.installation import autograd
+from dist_autograd.api import autograd
 from dist_optim import DistributedOptimizer
 from tests.fuzz.autograd.interpretation import (
     Calls,

@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 import dist_autograd
 import rpc
-from dist_autograd.leaves import owned
+from dist_autograd.engine import owned
 from tests.support.serving import in_standing_group
 
 INPUTS = torch.ones(2, 3)

@@ -55,14 +55,13 @@ class Participating:
             find=self._find,
             on_end=lambda _: None,
             unknown=lambda _: AutogradError("it is over"),
+            requests=requests,
         )
-        messages = SimpleNamespace(
-            on=lambda kind, handler, any_thread=False: self._on(kind, handler), sender=None
-        )
-        calls = SimpleNamespace(requests=requests, answers=answers, caller=None, table=None)
         models, step = Models(), self._performed
-        parts: Any = (calls, None, messages, hooks, activity, None, executor, contexts, models, step)
+        parts: Any = (answers, None, None, activity, None, executor, contexts, models, step)
         self.backwards = Backwards(*parts)
+        messages: Any = SimpleNamespace(on=lambda kind, handler, any_thread=False: self._on(kind, handler))
+        self.backwards.register(messages, cast("Any", hooks))
 
     def _performed(self, *step: Any) -> bool:
         self.steps.append(step)

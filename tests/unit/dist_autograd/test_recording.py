@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dist_autograd.graph import Leaf
-from dist_autograd.leaves import gradients_of_leaves
 from dist_autograd.recording import receive, send
 from rpc.errors import AutogradError
 from rpc.group.peer import Peer
@@ -23,7 +22,7 @@ def test_gradients_of_leaves_that_were_sent_need_no_run() -> None:
     sent = send([first, second], SOMEBODY)
     leaves = [Leaf(second, None, 1), Leaf(first, None, 1)]
     gradients = [torch.ones(2), torch.ones(3)]
-    assert gradients_of_leaves(sent, [0, 1], gradients, leaves) == [gradients[1], gradients[0]]
+    assert sent.gradients_of_leaves([0, 1], gradients, leaves) == [gradients[1], gradients[0]]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_gradients_of_leaves_that_were_sent_need_no_run() -> None:
 )
 def test_a_gradient_unlike_its_leaf_is_for_the_engine_to_judge(gradient: Tensor) -> None:
     leaf = torch.rand(2, requires_grad=True)
-    assert gradients_of_leaves(send([leaf], SOMEBODY), [0], [gradient], [Leaf(leaf, None, 1)]) is None
+    assert send([leaf], SOMEBODY).gradients_of_leaves([0], [gradient], [Leaf(leaf, None, 1)]) is None
 
 
 def test_inside_a_transform_nothing_is_sent_or_received() -> None:

@@ -39,7 +39,7 @@ def test_a_step_without_uploads_is_sent_to_a_further_worker_in_few_functions() -
         recorder.flush()
     finally:
         sys.setprofile(before)
-    begins = [place for place, each in enumerate(entered) if each == "_Port.send"]
+    begins = [place for place, each in enumerate(entered) if each == "RemoteWorker.send"]
     counts = [end - begin for begin, end in itertools.pairwise(begins[1:])]
     assert len(begins) == len(mode.ports) > 2
     assert all(each <= _FUNCTIONS for each in counts), entered[begins[1] : begins[2]]

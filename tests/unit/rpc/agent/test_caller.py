@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rpc.agent.calls import Caller, PendingCall
+from rpc.agent.dispatcher import Sender
 from rpc.agent.tape import Tracing
 from rpc.errors import RpcTimeoutError, WorkerLostError
 from rpc.group.peer import Peer
@@ -20,6 +22,7 @@ from rpc.transport.base import QueueFull
 from rpc.wire.frames import Kind
 from tests.support.answering import table_of
 from tests.support.members import peer
+from tests.support.streams import Recording
 
 
 class Unsending:
@@ -100,3 +103,38 @@ def test_a_call_to_a_worker_about_to_be_lost_is_left_to_who_says_why() -> None:
     call = agent.request(peer())
     assert not call.done()
     assert list(agent.calls.waiting()) == [call]
+
+
+class Copies:
+    """Copies of a message's device tensors, which are made when the test says so."""
+
+    is_wanted: Callable[[], bool] | None = None
+
+    def owns(self, memory: memoryview) -> bool:
+        return False
+
+    def begin(self) -> bool:
+        return True
+
+    def when_done(self, callback: Callable[[BaseException | None], object]) -> None:
+        self.made = callback
+
+
+@pytest.mark.parametrize("expires", [False, True], ids=["a call under way", "a call that has expired"])
+def test_a_message_whose_tensors_are_copied_is_sent_if_its_call_is_under_way_then(
+    expires: bool,
+) -> None:
+    unused: Any = None
+    activity: Any = SimpleNamespace(postponed=SimpleNamespace(begin=int, end=int), ended=int)
+    callee, connection, copies, table = peer(), Recording(), Copies(), table_of(unused)
+    callee.established(connection)
+    sender = Sender(Serializer(), Events(), activity, unused, unused, unused)
+    caller = Caller(60.0, table, unused, sender, Serializer(), Tracing(), Events())
+    payload = Payload({}, [b""], staging=copies)
+    if expires:
+        with pytest.raises(RpcTimeoutError):
+            caller.inquire(callee, Kind.CALL, payload, 1e-3, "what")
+    else:
+        caller.request(callee, Kind.CALL, payload, 60.0, "what")
+    copies.made(None)
+    assert (len(connection.sent), table.unanswered()) == ((0, 0) if expires else (1, 1))

@@ -30,7 +30,7 @@ def test_operations_run_on_the_calling_thread_in_order_if_the_system_gives_no_ot
             order.append(name)
             then()
 
-        return GroupWork(name, [], run, sequencer)
+        return GroupWork(name, [], run, sequencer.help)
 
     last = operation("last")
     first = operation("first", lambda: sequencer.submit(last))  # as another thread may
