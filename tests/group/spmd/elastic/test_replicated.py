@@ -110,35 +110,6 @@ def test_no_update_is_lost_or_doubled_when_servers_are_killed(run_workers: RunWo
     servers[names[1]].tell("end")
 
 
-def test_further_worker_gets_a_copy_with_the_whole_state_and_takes_over(run_workers: RunWorkers) -> None:
-    def call(worker: Worker) -> Any:
-        init(worker)
-        server = Replicated.find("server")
-        one = torch.ones(3, dtype=torch.float64)
-        answers = [future.wait() for future in [server.rpc_async().push(one) for _ in range(20)]]
-        worker.report("pushed")
-        worker.wait_for("go on")
-        answers += [server.rpc_sync().push(one) for _ in range(5)]
-        worker.report("pushed again", wait_for_copies(server))
-        worker.wait_for("look")
-        return sorted(answers), server.rpc_sync().look()
-
-    workers = run_workers.start([serve, serve, call], 3, time_limit=60)
-    workers[2].wait_for("pushed")
-    workers[0].kill()
-    assert workers[0].result() is None  # it has ended, and its name is free
-    newcomer = workers.add(serve, name="worker0", rank=0)
-    newcomer.wait_for("serves")
-    workers[2].tell("go on")
-    assert workers[2].wait_for("pushed again") == ["worker1", "worker0"]
-    workers[1].kill()
-    workers[2].tell("look")
-    answers, (total, updates, name) = workers[2].result()
-    assert (answers, updates, name) == (list(range(1, 26)), 25, "worker0")
-    assert torch.equal(total, expected(25, 1.0))
-    newcomer.tell("end")
-
-
 def test_worker_with_a_copy_calls_it_too_and_may_change_its_arguments_afterwards(
     run_workers: RunWorkers,
 ) -> None:
