@@ -1,31 +1,43 @@
 """Mutated requests to ``farcall.serve``, on both of its protocols.
 
-Each message is a genuine request with some bytes changed, left out, repeated or taken from another. It is
-wrong if one is answered by anything but ``INVALID_ARGUMENT`` or what the request, as the schema reads it,
-deserves: ``NOT_FOUND`` for another name, ``RESOURCE_EXHAUSTED`` for too many calls, a result where what is
-served takes the arguments. In between and in the end the server must answer a genuine call, and its memory
-must not have grown.
+::
+
+    python -m tests.fuzz.gateway --messages 10000
+    python -m tests.fuzz.gateway --messages 1000 --seed 7
+
+The server is a process of its own. Each message is a genuine request with some bytes changed, left out,
+repeated or taken from another. It fails if one is answered by anything but ``INVALID_ARGUMENT`` or what the
+request, as the schema reads it, deserves: ``NOT_FOUND`` for another name, ``RESOURCE_EXHAUSTED`` for too many
+calls, a result where what is served takes the arguments. In between and in the end the server must answer
+a genuine call, and its memory must not have grown. Messages that fail are printed; the seed finds them again.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import random
+import sys
+import time
 from collections import Counter
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import grpc
 import torch
 from google.protobuf.message import DecodeError, Message
 
+import farcall
 from farcall.client import Client
 from farcall.client.arrays import NumpyTensors
 from farcall.grpc.values import Malformed, from_value, to_value
 from farcall.kserve import inference_pb2
 from farcall.v1 import service_pb2, value_pb2
 from tests.fuzz.hostile.mutation import Mutator
-from tests.support.gateway import memory_mib
+from tests.support.gateway import memory_mib, with_server
 
-__all__ = ["SERVED", "attack"]
+__all__ = ["SERVED", "attack", "main"]
 
 _SERVICE: Final = "/farcall.v1.FarcallService/"
 _INFERENCE: Final = "/inference.GRPCInferenceService/"
@@ -58,6 +70,12 @@ def each(*args: Any) -> Any:
 def infer(*args: Any) -> torch.Tensor:
     """A tensor, as the open protocol needs one, whatever came."""
     return torch.zeros(2)
+
+
+def _serve(connection: Connection) -> None:
+    with farcall.serve(SERVED) as server:
+        connection.send(server.port)
+        connection.recv()
 
 
 SERVED: Final = {function.__name__: function for function in (echo, each, infer)}
@@ -239,3 +257,20 @@ def attack(port: int, pid: int, count: int, seed: int) -> list[str]:
     if after - before > _MEMORY_MIB:
         wrong.append(f"the server has grown from {before:.0f} to {after:.0f} MiB")
     return wrong
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser("python -m tests.fuzz.gateway", description=__doc__)
+    parser.add_argument("--messages", type=int, default=10_000, help="how many (default: 10000)")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()), help="of what is mutated (default: the time)"
+    )
+    options = parser.parse_args(arguments)
+    print(f"seed {options.seed}", flush=True)
+    return with_server(_serve, lambda server: attack(server.port, server.pid, options.messages, options.seed))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

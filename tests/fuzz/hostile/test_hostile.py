@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from tests.fuzz.hostile import corpus
-from tests.fuzz.hostile.breaking import outcome
+from tests.fuzz.hostile.campaign import outcome
 from tests.fuzz.hostile.cores import TARGETS, Target
 from tests.fuzz.hostile.mutation import Mutator
 from tests.support.effort import EFFORT
