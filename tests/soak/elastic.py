@@ -2,6 +2,11 @@
 
 python -m tests.soak.elastic --seconds 60                # SIGKILL of one of three members, every 3 s
 python -m tests.soak.elastic --seconds 60 --at-once 2    # of two at once
+python -m tests.soak.elastic --stop 40                   # SIGSTOP for 40 s, beyond the limits, in place of
+SIGKILL
+python -m tests.soak.elastic --hosts                     # on two hosts: network namespaces; needs root
+python -m tests.soak.elastic --cut 20                    # the link between them is cut for 20 s, in place of
+SIGKILL
 python -m tests.soak.elastic --seconds 600 --leaks       # does a member that stays keep anything of others?
 
 Each killed member is replaced by a new process after half a second. At the end the survivors must have
@@ -14,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
+import functools
 import gc
 import hashlib
 import itertools
@@ -26,7 +31,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +42,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import rpc
 from farcall import elastic
 from spmd.collectives.sequencer import IDLE_SECONDS
+from tests.soak.processes import Processes
+from tests.support.network_namespaces import Hosts, enter
 
 __all__ = ["main"]
 
@@ -45,7 +51,8 @@ torch.optim.SGD([nn.Parameter(torch.zeros(()))], 0.1)  # imports what the first 
 
 _LENGTH: Final = 960
 _BATCH: Final = 48
-_KILL_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
+_CUT_LOST_AFTER: Final = 5
+"""Seconds of silence after which members are lost where links are cut; by default it is 30."""
 _GROWTH, _SLACK = 1.1, 2
 """What a member that stays may have more of at the end: a tenth, or two, as others change in the meantime."""
 _UNDER_WAY: Final = {"agent.pending_calls", "agent.active_tasks", "agent.cancellable_requests"}
@@ -94,15 +101,15 @@ def _flat(state: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return [(prefix, state)]
 
 
-def be_member(name: str, folder: Path, options: argparse.Namespace, init_method: str) -> None:
-    """The program of a member."""
+def be_member(name: str, folder: Path, options: argparse.Namespace, network: dict[str, Any]) -> None:
+    """The program of a member; ``network`` holds the agent's options for it."""
     log = open(folder / f"{name}.log", "w", encoding="utf-8")  # noqa: SIM115  until the process ends
 
     def say(what: str, **more: Any) -> None:
         log.write(json.dumps({"t": time.monotonic(), "what": what, **more}) + "\n")
         log.flush()
 
-    rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(dynamic=True, init_method=init_method))
+    rpc.init_rpc(name, rpc_backend_options=rpc.AgentOptions(dynamic=True, **network))
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     x, y = make_data()
@@ -143,53 +150,27 @@ def be_member(name: str, folder: Path, options: argparse.Namespace, init_method:
     rpc.shutdown()
 
 
-class Members:
-    """The processes of a job, forked from this one, which has imported everything.
+class Members(Processes):
+    """The processes of a job.
 
     Args:
         folder: folder of their logs.
-        program: the program of a member, called with its name.
+        program: the program of a member, called with its name and host.
 
     Attributes:
-        living: process ids, by name.
-        statuses: exit statuses of those that have ended.
+        hosts: the host of each member that was started.
     """
 
-    def __init__(self, folder: Path, program: Callable[[str], object]) -> None:
-        self._folder, self._program = folder, program
-        self._started = itertools.count()
-        self.living: dict[str, int] = {}
-        self.statuses: dict[str, int] = {}
+    def __init__(self, folder: Path, program: Callable[[str, int], object]) -> None:
+        super().__init__(folder)
+        self._program = program
+        self.hosts: dict[str, int] = {}
 
-    def add(self) -> None:
+    def add(self, host: int = 0) -> None:
         """Start one more."""
-        name = f"member{next(self._started)}"
-        pid = os.fork()
-        if pid:
-            self.living[name] = pid
-            return
-        ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
-        status = 0
-        try:
-            with open(self._folder / f"{name}.err", "wb", buffering=0) as errors:
-                os.dup2(errors.fileno(), 1)
-                os.dup2(errors.fileno(), 2)
-            torch.set_num_threads(1)
-            self._program(name)
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-
-    def collect(self) -> None:
-        """Note which have ended."""
-        for name, pid in list(self.living.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del self.living[name]
-                self.statuses[name] = os.waitstatus_to_exitcode(status)
+        name = f"member{len(self.hosts)}"
+        self.hosts[name] = host
+        self.start(name, functools.partial(self._program, name, host))
 
 
 def counts() -> dict[str, int]:
@@ -233,34 +214,58 @@ def alone(steps: int) -> nn.Module:
     return model
 
 
-def disturb(members: Members, folder: Path, options: argparse.Namespace) -> list[tuple[float, list[str]]]:
-    """Kill members, or have them leave, until the time is over."""
+def disturb(
+    members: Members, folder: Path, options: argparse.Namespace, hosts: Hosts | None
+) -> list[tuple[float, list[str]]]:
+    """Kill or stop members, or cut the link between hosts, until the time is over."""
     chance = random.Random(options.seed)
     end, next_kill = time.monotonic() + options.seconds, time.monotonic() + options.every
     kills: list[tuple[float, list[str]]] = []
-    due: list[float] = []
+    due: list[tuple[float, int]] = []
+    passing: list[tuple[float, Callable[[], object]]] = []
+    """What ends stops and cuts, and when."""
     is_counted = False
-    while time.monotonic() < end or (options.leaks and due):
+    while time.monotonic() < end or passing or (options.leaks and due):
         now = time.monotonic()
         if options.leaks and not is_counted and now > end - 0.9 * options.seconds:
             is_counted = True
             (folder / "count").touch()
         members.collect()
-        while due and due[0] <= now:
-            due.pop(0)
-            members.add()
-        if end > now >= next_kill:
-            training = {name for name, entry in entries(folder) if entry["what"] == "commit"}
-            training &= members.living.keys()
-            if len(training) > options.at_once:
+        for when, host in [each for each in due if each[0] <= now]:
+            due.remove((when, host))
+            members.add(host)
+        for each in [each for each in passing if each[0] <= now]:
+            passing.remove(each)
+            each[1]()
+        if now >= next_kill and now < end and not passing:
+            training = {name for name, entry in entries(folder) if entry["what"] == "commit"} & set(
+                members.living
+            )
+            victims: list[str] = []
+            if options.cut and hosts is not None:
+                if (
+                    len(training) == len(members.living) == options.members
+                ):  # those that were put out have ended
+                    victims = sorted(name for name in training if members.hosts[name] == 1)
+            elif len(training) > options.at_once:
                 candidates = training - {"member0"} if options.leaks else training
                 victims = chance.sample(sorted(candidates), options.at_once)
+            if victims and options.cut and hosts is not None:
+                hosts.set_link(0, "down")
+                passing.append((now + options.cut, functools.partial(hosts.set_link, 0, "up")))
+                due += [(now + options.cut + 1, 1) for _ in victims]
+            else:
                 for name in victims:
+                    pid = members.living[name]
                     if options.leaks and len(kills) % 3:
                         (folder / f"{name}.leave").touch()
                     else:
-                        os.kill(members.living[name], signal.SIGKILL)
-                    due.append(now + 0.5)
+                        os.kill(pid, signal.SIGSTOP if options.stop else signal.SIGKILL)
+                    if options.stop:
+                        passing.append((now + options.stop, functools.partial(os.kill, pid, signal.SIGCONT)))
+                    else:
+                        due.append((now + 0.5, members.hosts[name]))
+            if victims:
                 kills.append((now, victims))
                 next_kill = now + options.every * (0.5 + chance.random())
         time.sleep(0.002)
@@ -343,6 +348,16 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=3.0, help="seconds between two kills, on average")
     parser.add_argument("--at-once", type=int, default=1, help="how many are killed at once")
     parser.add_argument(
+        "--stop", type=float, default=0.0, help="stop for so many seconds in place of killing"
+    )
+    parser.add_argument("--hosts", action="store_true", help="members are on two hosts: network namespaces")
+    parser.add_argument(
+        "--cut",
+        type=float,
+        default=0.0,
+        help="cut the link of two hosts for so many seconds, in place of killing",
+    )
+    parser.add_argument(
         "--leaks",
         action="store_true",
         help="of three members that go, two leave; the first one stays, and must keep nothing of them",
@@ -353,11 +368,35 @@ def main() -> int:
     torch.set_num_threads(1)
     os.environ.setdefault("FARCALL_TOKEN", "soak-soak-soak-soak-soak")
     folder = Path(tempfile.mkdtemp(prefix="farcall-elastic-"))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    init_method = f"tcp://127.0.0.1:{store.port}"
-    members = Members(folder, lambda name: be_member(name, folder, options, init_method))
-    for _ in range(options.members):
-        members.add()
+    hosts = Hosts() if options.hosts or options.cut else None
+    try:
+        if hosts is not None:
+            hosts.set_up()
+        return run(folder, options, hosts)
+    finally:
+        if hosts is not None:
+            hosts.tear_down()
+
+
+def run(folder: Path, options: argparse.Namespace, hosts: Hosts | None) -> int:
+    """Run the job on these hosts, or on this one; returns the exit status."""
+    if hosts is not None:
+        enter(hosts.names[0])
+    addresses = ["127.0.0.1"] if hosts is None else hosts.addresses
+    store = TCPStore(addresses[0], 0, is_master=True, wait_for_workers=False)
+    network: dict[str, Any] = {"init_method": f"tcp://{addresses[0]}:{store.port}"}
+    if options.cut:
+        network |= {"lost_after": _CUT_LOST_AFTER, "reconnect_within": _CUT_LOST_AFTER}
+
+    def program(name: str, host: int) -> None:
+        if hosts is not None:
+            enter(hosts.names[host])
+            network["listen"] = addresses[host]
+        be_member(name, folder, options, network)
+
+    members = Members(folder, program)
+    for index in range(options.members):
+        members.add(index % len(addresses))
     limit = time.monotonic() + options.patience
     while len({name for name, entry in entries(folder) if entry["what"] == "commit"}) < options.members:
         members.collect()
@@ -365,7 +404,7 @@ def main() -> int:
             print(f"not all members have begun: {folder}", members.statuses)
             return 1
         time.sleep(0.05)
-    kills = disturb(members, folder, options)
+    kills = disturb(members, folder, options, hosts)
     limit = time.monotonic() + options.patience
     if options.leaks:
         (folder / "count").touch()

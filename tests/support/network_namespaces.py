@@ -73,12 +73,21 @@ class Hosts:
         _ip("-n", self.names[end], "route", "del", f"{self.more_addresses[1 - end]}/32")
         _ip("-n", self.names[end], "addr", "add", f"{self.more_addresses[1 - end]}/32", "dev", "lo")
 
+    def disturb(self, *netem: str) -> None:
+        """Have packets delayed or lost, both ways, as ``tc``'s ``netem`` is told; else skip the test."""
+        for end in (0, 1):
+            in_namespace = ["ip", "netns", "exec", self.names[end]]
+            try:
+                _run(*in_namespace, "tc", "qdisc", "add", "dev", self._devices[end], "root", "netem", *netem)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"this kernel delays and loses no packets: {error.stderr.strip()}")
+
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     """Two hosts; skips the test where they cannot be had."""
-    if shutil.which("ip") is None:
-        pytest.skip("there is no command ip here")
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        pytest.skip("there are no commands ip and tc here")
     made = Hosts()
     try:
         try:

@@ -52,6 +52,22 @@ def exchange(megabytes: int) -> bool:
     return small == list(range(20)) and all(torch.equal(future.wait(), tensor) for future in large)
 
 
+NETWORKS = {
+    "good": (),
+    "slow": ("delay", "5ms", "1ms"),
+    "lossy": ("delay", "1ms", "loss", "1%"),
+}
+
+
+@pytest.mark.parametrize("netem", NETWORKS.values(), ids=NETWORKS)
+def test_tensors_cross_the_network(run_workers: RunWorkers, hosts: Hosts, netem: tuple[str, ...]) -> None:
+    if netem:
+        hosts.disturb(*netem)
+    workers = start(run_workers, hosts)
+    assert ask(workers[0], exchange, 4)
+    dismiss(workers)
+
+
 waiting: list[rpc.Future[Any]] = []
 
 
