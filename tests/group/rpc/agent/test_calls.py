@@ -12,20 +12,13 @@ import torch
 
 import rpc
 from rpc.errors import RpcTimeoutError, UnknownWorkerError
-from tests.support.serving import in_standing_group, in_worker0, open_gate, wait_at_gate
+from tests.support.serving import in_standing_group, open_gate, wait_at_gate
 
 # ---- whom
 
 
 def my_name() -> str:
     return rpc.get_worker_info().name
-
-
-@in_standing_group()
-def test_a_callee_is_named_by_name_rank_or_info() -> None:
-    assert [rpc.rpc_sync(to, my_name) for to in ("worker1", 1, rpc.get_worker_info("worker1"))] == [
-        "worker1"
-    ] * 3
 
 
 @in_standing_group()
@@ -39,16 +32,6 @@ def test_answers_do_not_wait_for_a_call_among_many_that_is_not_done() -> None:
 
 
 # ---- with what
-
-
-def describe(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, kwargs
-
-
-@in_standing_group()
-def test_positional_and_keyword_arguments_arrive() -> None:
-    value = rpc.rpc_sync("worker1", describe, args=(1, "two"), kwargs={"three": [3], "four": None})
-    assert value == ((1, "two"), {"three": [3], "four": None})
 
 
 def fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
@@ -68,17 +51,7 @@ def test_arguments_are_captured_and_belong_to_the_callee() -> None:
     assert sums == [1000.0, 3000.0, 1000.0] * 2
 
 
-def echo(value: Any) -> Any:
-    return value
-
-
 # ---- many at once
-
-
-@in_standing_group()
-def test_a_thousand_calls_in_flight_each_get_their_own_answer() -> None:
-    futures = [rpc.rpc_async("worker1", echo, args=(number,)) for number in range(1000)]
-    assert [future.wait() for future in futures] == list(range(1000))
 
 
 # ---- how it ends: an exception
@@ -114,19 +87,6 @@ def test_an_exception_arrives_as_itself_with_the_remote_traceback() -> None:
 
 
 # ---- how it ends: a timeout
-
-
-@in_worker0()
-def test_the_default_timeout_can_be_set_and_zero_means_none() -> None:
-    rpc.set_rpc_timeout(0.05)
-    with pytest.raises(RpcTimeoutError):
-        rpc.rpc_sync("worker1", wait_at_gate)
-    held = rpc.rpc_async("worker1", wait_at_gate, args=("", "unhurried"), timeout=0)
-    with pytest.raises(RpcTimeoutError):  # by now the default has passed for the other call too
-        rpc.rpc_sync("worker1", wait_at_gate)
-    timeout = rpc.get_rpc_timeout()
-    rpc.rpc_async("worker1", open_gate, timeout=0).wait()
-    assert (timeout, held.wait()) == (0.05, "unhurried")
 
 
 @in_standing_group()

@@ -24,16 +24,6 @@ from tests.support.workers import RunWorkers, Worker
 
 
 @in_worker0(**ACROSS)
-def test_tensors_of_all_sizes_arrive_both_ways_at_once() -> None:
-    sizes = [1, 1000, 16_384, 65_536, 65_537, 300_001, MIB, 5 * MIB]
-    sent = [torch.full((size,), index, dtype=torch.int32) for index, size in enumerate(sizes * 2)]
-    sent.append(torch.arange(3 * MIB).view(1024, -1).T)
-    futures = [rpc.rpc_async("worker1", echo, args=(tensor,)) for tensor in sent]
-    for future, tensor in zip(futures, sent, strict=True):
-        assert torch.equal(future.wait(), tensor)
-
-
-@in_worker0(**ACROSS)
 def test_a_reference_can_be_used_before_its_large_arguments_are_there() -> None:
     for _round in range(5):
         made = rpc.remote("worker1", echo, args=(torch.ones(4 * MIB),))

@@ -13,7 +13,6 @@ import rpc
 from rpc.errors import (
     RpcError,
     RpcTimeoutError,
-    UnknownWorkerError,
     WorkerLostError,
 )
 from rpc.options import AgentOptions
@@ -76,15 +75,6 @@ def test_a_name_may_contain_the_rank(run_workers: RunWorkers) -> None:
 
 
 # ---- gathering
-
-
-def gather_often(worker: Worker) -> list[dict[str, Any]]:
-    return [rpc.all_gather((worker.rank, number)) for number in range(10)]
-
-
-def test_each_worker_gets_what_each_gives(run_workers: RunWorkers) -> None:
-    rounds = [{f"worker{rank}": (rank, number) for rank in range(3)} for number in range(10)]
-    assert run_workers(in_group(gather_often), 3) == [rounds] * 3
 
 
 def gather_in_pairs(worker: Worker) -> list[dict[str, int]]:
@@ -214,19 +204,6 @@ def test_nobody_passes_a_barrier_before_all_have_come(
 
 
 # ---- who is there
-
-
-def look_at_the_group(worker: Worker) -> tuple[Any, ...]:
-    with pytest.raises(UnknownWorkerError, match=r"'worker9'.*'worker0'.*'worker1'"):
-        rpc.get_worker_info("worker9")
-    me = rpc.get_worker_info()
-    assert rpc.get_worker_info(worker.name) == me
-    return me.name, me.id, [(info.name, info.id) for info in rpc.get_worker_infos()]
-
-
-def test_worker_infos(run_workers: RunWorkers) -> None:
-    infos = [("worker0", 0), ("worker1", 1), ("worker2", 2)]
-    assert run_workers(in_group(look_at_the_group), 3) == [(*info, infos) for info in infos]
 
 
 # ---- defaults

@@ -15,13 +15,11 @@ import torch
 
 import dist_autograd
 import rpc
-from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
 from tests.support import backend
 from tests.support.certificates import Authority
 from tests.support.fresh import RunFresh
 from tests.support.relay import Relay
-from tests.support.serving import wait_at_gate
 from tests.support.streams import until
 from tests.support.transfers import MIB, echo
 from tests.support.workers import RunWorkers, Worker
@@ -158,26 +156,6 @@ def connect_and_begin_no_call(worker: Worker) -> list[bytes]:
 
 def test_a_connection_on_which_nobody_begins_a_call_is_closed(run_workers: RunWorkers) -> None:
     assert run_workers(connect_and_begin_no_call, 1) == [[b"", b""]]
-
-
-def wait_for_the_other(worker: Worker, options: dict[str, Any]) -> str:
-    join(worker, rpc_timeout=0, **options)
-    if worker.rank:
-        worker.wait_for("never")
-    try:
-        with pytest.raises(WorkerLostError) as caught:
-            rpc.rpc_sync("worker1", wait_at_gate)
-        return str(caught.value)
-    finally:
-        rpc.shutdown(graceful=False)
-
-
-def test_the_death_of_a_worker_is_noticed_at_once(run_workers: RunWorkers) -> None:
-    workers = run_workers.start(wait_for_the_other, 2, args=({"lost_after": 0},))
-    workers[1].wait_for("at the gate")
-    workers[1].kill()
-    said = workers[0].result()
-    assert "the connection was closed by the other side without a goodbye; its process has died" in said
 
 
 _counts: dict[int, int] = {}

@@ -7,8 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -226,84 +224,6 @@ class Seen:
 
     def __init__(self) -> None:
         self.files = ["a"]
-
-
-KILLED = """
-import os, sys
-from spmd.checkpoint import CheckpointManager
-
-class Bomb:
-    def __deepcopy__(self, memo):
-        return self
-
-    def __reduce__(self):
-        os.kill(os.getpid(), 9)
-
-manager = CheckpointManager(sys.argv[1], 1)
-for step, state in ((1, {"x": 1}), (2, {"x": 2, "bomb": Bomb()})):
-    manager.save_async(int(sys.argv[2]) if step > 1 else step, state)
-    manager.join()
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path, step: int) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), str(step)],
-        check=False,
-        timeout=60,
-        cwd=Path(__file__).resolve().parents[4],
-    )
-    assert ended.returncode == -signal.SIGKILL
-    manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
-    assert manager.all_steps() == [1]
-    state = {"x": 0}
-    manager.restore(1, state)
-    assert state["x"] == 1
-    manager.save(3, {"x": 3})
-    assert sorted(os.listdir(tmp_path)) == ["1", "3"]
-
-
-TERMINATED = """
-import sys
-import torch
-import spmd
-from spmd.checkpoint import CheckpointManager
-
-spmd.use_spmd(workers=2)
-mesh = spmd.get_1d_mesh("data")
-x = spmd.mark_sharding(torch.zeros(5, 3).to(spmd.device()), mesh, ("data", None))
-manager = CheckpointManager(sys.argv[1], 1000)
-for step in range(1, 100_000):
-    x.add_(1)
-    if manager.save(step, {"x": x, "step": step}):
-        assert manager.reached_preemption(step)
-        break
-    if step == 3:
-        print("running", flush=True)
-spmd.shutdown()
-"""
-
-
-@pytest.mark.nightly
-def test_a_program_that_is_terminated_saves_once_and_ends_by_itself(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", TERMINATED, str(tmp_path)],
-        cwd=Path(__file__).resolve().parents[4],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as program:
-        assert program.stdout is not None
-        assert program.stdout.readline() == "running\n"
-        program.terminate()
-        assert program.wait(60) == 0
-    manager = CheckpointManager(tmp_path, 1, chkpt_on_preemption=False)
-    (step,) = manager.all_steps()
-    state: dict[str, Any] = {"x": torch.zeros(5, 3), "step": 0}
-    manager.restore(step, state)
-    assert state["step"] == step
-    assert state["x"].equal(torch.full((5, 3), float(step)))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint
 import torch.distributed.nn.functional
 from torch import nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +28,6 @@ from tests.support.process_groups import process_group
 from tests.support.serving import in_standing
 from tests.support.workers import Worker
 
-dcp: Any = torch.distributed.checkpoint
 dist_nn: Any = torch.distributed.nn.functional
 
 
@@ -72,25 +70,6 @@ def trained_alike(trained: nn.Module, worker: Worker, steps: int = 3) -> Iterato
 
 
 # ---- data parallel
-
-
-@ranks(3)
-def test_distributed_data_parallel_trains_like_one_process(worker: Worker) -> None:
-    parallel = DistributedDataParallel(model(worker.rank))  # rank 0's parameters count
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    for _, mine in batches(worker):
-        step(parallel, optimizer, mine)
-    with trained_alike(parallel, worker) as alone:
-        torch.testing.assert_close(parallel.module.state_dict(), alone.state_dict())
-
-
-@ranks(2)
-def test_ranks_with_more_batches_than_others_join(worker: Worker) -> None:
-    parallel = DistributedDataParallel(nn.Linear(6, 1, bias=False))
-    with Join([parallel]):
-        for _ in range(2 + 3 * worker.rank):
-            torch.autograd.backward(loss_of(parallel, torch.ones(2, 6)))
-    assert dist.get_world_size() == 2
 
 
 @ranks(2)

@@ -88,19 +88,6 @@ def test_numbers_drawn_in_place(mesh: DeviceMesh, name: str) -> None:
         assert torch.equal(*following)
 
 
-@pytest.mark.parametrize("function", [torch.rand_like, torch.randn_like])
-@in_mesh(2)
-def test_tensors_drawn_like_sharded_ones(mesh: DeviceMesh, function: object) -> None:
-    assert callable(function)
-    draw_as_one_process()
-    torch.manual_seed(1)
-    expected = function(torch.zeros(5, 7))
-    torch.manual_seed(1)
-    drawn = function(distribute_tensor(torch.zeros(5, 7), mesh, [Shard(1)]))
-    assert drawn.placements == (Shard(1),)
-    torch.testing.assert_close(whole(drawn), expected, rtol=0, atol=0)
-
-
 NOT_CONTIGUOUS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "transposed": lambda x: x.t(),
     "gaps": lambda x: x[:, :5],
