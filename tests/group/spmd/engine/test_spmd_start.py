@@ -66,6 +66,7 @@ def test_a_worker_that_ends_while_it_begins_ends_the_start(monkeypatch: pytest.M
     assert not spmd.is_spmd()
 
 
+@pytest.mark.fresh_interpreter
 @pytest.mark.logical_device
 @pytest.mark.processes
 def test_a_start_that_takes_long_says_for_whom_it_waits(
