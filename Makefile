@@ -2,7 +2,8 @@
 #
 #   make demo         train a model with one parameter server and two trainers
 #   make test         lint and the tests, side by side
-#   make test-more    the examples, models and benchmarks, and PyTorch/XLA's names, of which `make test` has some
+#   make test-more    the examples, models and benchmarks, devices, simulated groups, random programs and fuzzing, and
+#                     PyTorch/XLA's names, of which `make test` has some
 #   make test-fast    the tests that need no processes of their own
 #   make test-nightly what is slow and rarely finds anything: more examples of each kind, 3,000 random programs
 #   make lint         ruff and mypy
@@ -52,18 +53,19 @@ demo: $(RUNS)
 	@$(BIN)/python examples/parameter_server.py
 
 # Parts of the tests run side by side, as groups of processes often wait; each is printed when it has ended.
-MORE := tests/unit/benchmarks tests/group/farcall/xla tests/group/farcall/test_xla_names.py \
+MORE := tests/fuzz tests/simulation tests/group/devices tests/unit/benchmarks \
+	tests/group/farcall/xla tests/group/farcall/test_xla_names.py \
+	$(addprefix tests/group/spmd/,collectives/test_faults_in_each_collective.py engine/test_spmd_memory.py) \
 	tests/group/spmd/engine/test_six_models.py tests/group/spmd/tensor_parallel/test_tensor_parallel_llama.py \
 	$(filter-out %/test_guide.py,$(wildcard tests/group/examples/test_*.py))
-PARTS := unit spmd rpc farcall others
-FOLDERS_unit := tests/unit
-FOLDERS_farcall := tests/group/farcall
+PARTS := others unit spmd
+FOLDERS_unit := tests/unit tests/group/rref tests/group/dist_autograd tests/group/dist_optim
 FOLDERS_spmd := tests/group/spmd
-FOLDERS_rpc := tests/group/rpc
-FOLDERS_others := tests $(addprefix --ignore ,$(foreach part,unit farcall spmd rpc,$(FOLDERS_$(part))))
-PARTS_OF_MORE := more-examples more-others
+FOLDERS_others := tests $(addprefix --ignore ,$(FOLDERS_unit) $(FOLDERS_spmd))
+PARTS_OF_MORE := more-simulated more-examples more-others
+FOLDERS_more-simulated := tests/simulation tests/group/devices
 FOLDERS_more-examples := $(filter tests/group/examples/%,$(MORE))
-FOLDERS_more-others := $(filter-out tests/group/examples/%,$(MORE))
+FOLDERS_more-others := $(filter-out $(FOLDERS_more-simulated) tests/group/examples/%,$(MORE))
 SIDE_BY_SIDE = @$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync=target
 
 test: $(READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # One thread per process: dozens of workers share few cores, and a process with threads cannot be forked.
@@ -22,7 +24,7 @@ for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
 
 import pytest
 
-from tests.support import default_device, fresh, leftovers, workers
+from tests.support import default_device, fresh, interpreters, leftovers, workers
 from tests.support.fork_server import ForkServer, become_subreaper
 
 run_workers, standing_workers = workers.run_workers, workers.standing_workers
@@ -33,6 +35,7 @@ _found_key = pytest.StashKey[list[str]]()
 _temporary_key = pytest.StashKey[Path]()
 _jobs_key = pytest.StashKey[Path]()
 _FIXTURE = "run_workers"
+_FORKED = {Path(__file__).parent / each for each in ("group", "unit")}
 
 
 # A job in the background is started with SIGINT ignored, and would pass that on to all that it starts.
@@ -83,6 +86,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if on_devices and missing:
             pytest.exit(f"no simulated accelerator: {missing}", pytest.ExitCode.USAGE_ERROR)
     session.config.stash[_snapshot_key] = leftovers.Snapshot()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Has ``sys.executable`` forked while a test of groups or units and its fixtures run, unless it is marked
+    ``fresh_interpreter`` or is of the examples, which run as a user runs them.
+    """
+    server = item.config.stash[workers.fork_server_key]
+    fork = functools.partial(server.fork_program, modules=workers.PRELOADED)
+    is_forked = not _FORKED.isdisjoint(item.path.parents) and not item.path.name.startswith("test_example")
+    is_fresh = item.get_closest_marker("fresh_interpreter") or not is_forked
+    interpreters.start_by(None if is_fresh else fork)
+    try:
+        return (yield)
+    finally:
+        interpreters.start_by(None)
 
 
 @pytest.hookimpl(trylast=True)

@@ -75,6 +75,7 @@ class RunFresh:
             str(folder or _ROOT),
             session=False,
             group=-1,
+            terminal=False,
             numbers=[0, 1, 2],
         )
         with tempfile.TemporaryDirectory() as output:

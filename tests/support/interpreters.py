@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import traceback
 import types
@@ -37,11 +38,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
-__all__ = ["Fork", "Program", "run", "start_by"]
+__all__ = ["Fork", "Program", "run", "start_by", "take_terminal"]
 
 _FORK_EXEC: Final[Callable[..., int]] = _posixsubprocess.fork_exec
 _PYTHON: Final = sys.executable
-_TRACKER: Final = "from multiprocessing.resource_tracker"
 _HARMLESS: Final = ("PYTHONPATH", "PYTHONUNBUFFERED")
 _PATH: Final = [
     each for each in sys.path if each.startswith((sys.base_prefix, sys.prefix)) or "site-packages" in each
@@ -59,6 +59,7 @@ class Program:
         folder: where it runs.
         session: whether it leads a session of its own.
         group: its process group, as ``subprocess`` has it.
+        terminal: whether its standard input becomes the terminal of its session.
         numbers: what its descriptors are called in it.
     """
 
@@ -67,6 +68,7 @@ class Program:
     folder: str
     session: bool
     group: int
+    terminal: bool
     numbers: Sequence[int]
 
 
@@ -91,6 +93,11 @@ def start_by(fork: Fork | None) -> None:
     subprocess._fork_exec = _posixsubprocess.fork_exec = _start  # type: ignore[attr-defined, assignment]
 
 
+def take_terminal() -> None:
+    """For ``preexec_fn`` of a process that leads a session: its standard input is the terminal of that."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def _start(
     arguments: Sequence[Any],
     executables: Sequence[Any],
@@ -110,14 +117,16 @@ def _start(
     while words[:1] == ["-B"]:  # as this process has it
         del words[0]
     plain = [os.fsdecode(each) for each in executables] == [_PYTHON] and close_others
-    plain = plain and others[3:7] == (None, None, None, -1) and others[7] is None
+    plain = plain and others[3:7] == (None, None, None, -1)
+    plain = plain and others[7] in (None, take_terminal)
     where = os.getcwd() if folder is None else os.path.abspath(os.fsdecode(folder))
     fork = _starts.fork if _starts.pid == os.getpid() else None  # not a child's, which has no server
     if fork is None or not (plain and os.path.isdir(where) and _is_plain(words, variables, where)):
         return _FORK_EXEC(arguments, executables, close_others, kept, folder, environ, *rest)
     streams = [ours if ours >= 0 else number for number, ours in enumerate((ends[0], ends[3], ends[5]))]
     passed = [each for each in kept if each != pipe]
-    program = Program(words, variables, where, bool(session), group, [0, 1, 2, *passed])
+    terminal = others[7] is take_terminal
+    program = Program(words, variables, where, bool(session), group, terminal, [0, 1, 2, *passed])
     return fork(program, [*streams, *passed])
 
 
@@ -130,7 +139,7 @@ def _is_plain(words: Sequence[str], environ: Mapping[str, str], folder: str) -> 
     if unusual or not words or threading.current_thread() is not threading.main_thread():
         return False
     if words[0] in ("-c", "-m"):
-        return len(words) > 1 and not words[1].startswith(_TRACKER)
+        return len(words) > 1
     script = words[len(words) > 1 and words[0] == "-I"]
     return script.endswith(".py") and os.path.isfile(os.path.join(folder, script))
 
@@ -161,6 +170,8 @@ def run(program: Program, descriptors: Sequence[int]) -> NoReturn:
             os.setpgid(0, program.group)
         os.chdir(program.folder)
         _take_descriptors(program.numbers, descriptors)
+        if program.terminal:
+            take_terminal()
         _reset_signals()
         _reset_modules(program)
         _show(program.arguments)

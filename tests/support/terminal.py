@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from tests.support.interpreters import take_terminal
+
 __all__ = ["Terminal"]
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -43,7 +45,7 @@ class Terminal:
             stderr=theirs,
             env={**env, **sizes},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - one system call
+            preexec_fn=take_terminal,  # noqa: PLW1509 - one system call
         )
         os.close(theirs)
         self.printed = ""

@@ -78,6 +78,7 @@ def test_under_compat_ours_are_found_wherever_others_are(tmp_path: Path, run_fre
 
 
 @pytest.mark.processes
+@pytest.mark.fresh_interpreter
 @pytest.mark.parametrize(
     ("command", "on_path"),
     [
@@ -142,11 +143,13 @@ except ImportError as error:
 
 
 @pytest.mark.processes
+@pytest.mark.fresh_interpreter
 def test_pytorch_finds_the_backend_without_an_import_of_ours(tmp_path: Path) -> None:
     assert run_in(tmp_path, USE_PYTORCH).stdout.splitlines() == ["[]", "True"]
 
 
 @pytest.mark.processes
+@pytest.mark.fresh_interpreter
 def test_pytorch_goes_on_without_our_backend_where_a_package_is_hidden(tmp_path: Path) -> None:
     (tmp_path / "rpc.py").write_text("")
     warned, found = run_in(tmp_path, USE_PYTORCH).stdout.splitlines()

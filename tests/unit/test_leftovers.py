@@ -56,6 +56,7 @@ def test_leftovers_of_every_kind_are_found() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.fresh_interpreter
 @pytest.mark.processes
 def test_a_session_fails_if_something_is_left(tmp_path: Path) -> None:
     sample = tmp_path / "test_sample.py"

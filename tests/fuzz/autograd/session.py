@@ -25,7 +25,7 @@ WORKERS = 4
 """How many the group has; a program uses two to four of them."""
 
 QUICK_SEEDS = range(60)
-"""The programs of `make test`; together they contain everything."""
+"""The programs of `make test-more`; together they contain everything."""
 
 TIME_LIMIT = 20.0
 """Seconds for one program, which takes about 50 ms: what takes longer hangs."""

@@ -1,6 +1,6 @@
 """Gradients are exact: random programs over real workers, beside the same in one process.
 
-``make test`` runs a few; ``python -m tests.fuzz.autograd.programs`` runs a thousand, or as many as one likes.
+``make test-more`` runs a few; ``python -m tests.fuzz.autograd.programs`` as many as one likes.
 """
 
 from __future__ import annotations

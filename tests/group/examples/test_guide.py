@@ -61,6 +61,7 @@ def test_a_program_of_the_readme_runs(command: str, said: list[str], tmp_path: P
 
 
 @pytest.mark.nightly
+@pytest.mark.fresh_interpreter
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_of_the_guide_runs(page: Path, tmp_path: Path) -> None:
     write_files(page, tmp_path)

@@ -16,10 +16,8 @@ import pytest
 import torch
 
 import rpc as ours
-from tests.support.fresh import RunFresh, run_fresh
+from tests.support.fresh import RunFresh
 from tests.support.serving import in_processes, in_worker0
-
-__all__ = ["run_fresh"]
 
 EXTENSION = {
     "RemoteProfilerManager",
@@ -334,7 +332,6 @@ def test_names_that_libraries_take_from_inside_do_their_work() -> None:
     assert torch.equal(written.forward(module, torch.ones(2)), torch.ones(2))
 
 
-@pytest.mark.fresh_interpreter
 def test_remote_modules_bring_the_packages_that_pytorchs_bring(run_fresh: RunFresh) -> None:
     program = (
         "import torch.distributed as dist; assert not hasattr(dist, 'nn');"
@@ -345,7 +342,6 @@ def test_remote_modules_bring_the_packages_that_pytorchs_bring(run_fresh: RunFre
     assert done.stdout.strip() == "torch.distributed.nn.jit.instantiator", done.stderr
 
 
-@pytest.mark.fresh_interpreter
 def test_remote_modules_do_without_pytorchs_package_for_scripts(run_fresh: RunFresh) -> None:
     program = (
         "import sys; sys.modules['torch.distributed.nn.jit.instantiator'] = None;"

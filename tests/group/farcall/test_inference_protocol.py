@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 import farcall
 from farcall.kserve import inference_pb2 as pb
 from farcall.serving import Endpoint, TensorSpec
+from tests.support.fresh import RunFresh
 
 Ask = Callable[..., Any]
 
@@ -55,11 +54,10 @@ def ask() -> Iterator[Ask]:
         yield call
 
 
-@pytest.mark.fresh_interpreter
 @pytest.mark.parametrize(
     "ours", [pytest.param(True, marks=pytest.mark.nightly), False], ids=["farcall first", "farcall last"]
 )
-def test_other_stubs_of_the_protocol_can_be_in_the_same_process(ours: bool) -> None:
+def test_other_stubs_of_the_protocol_can_be_in_the_same_process(ours: bool, run_fresh: RunFresh) -> None:
     """The pool is the process's own: stubs of other clients register the same names there."""
     first, second = ("serve()", "register()") if ours else ("register()", "serve()")
     program = f"""
@@ -80,8 +78,7 @@ def serve():
 {first}
 {second}
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_fresh(program)
     assert (done.returncode, done.stderr) == (0, "")
 
 

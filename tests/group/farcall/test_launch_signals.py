@@ -123,7 +123,6 @@ def test_ctrl_c_while_the_interpreter_of_a_worker_starts_prints_no_traceback(
     assert "begun" not in launcher.said
 
 
-@pytest.mark.fresh_interpreter
 @pytest.mark.parametrize("dynamic", ["", pytest.param("--dynamic", marks=pytest.mark.nightly)])
 def test_a_worker_that_does_not_end_is_killed_after_the_grace_and_named(
     launchers: Launchers, dynamic: str

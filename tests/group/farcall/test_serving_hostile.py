@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,8 +19,8 @@ from farcall import client as clients
 from farcall.client import ServedError
 from farcall.serving import Batching, Endpoint, Server
 from farcall.v1 import service_pb2, value_pb2
+from tests.support.fresh import RunFresh
 
-ROOT = Path(__file__).resolve().parent.parent.parent.parent
 CODE = grpc.StatusCode
 SECONDS = 60.0
 
@@ -222,15 +220,10 @@ def test_more_calls_in_a_message_than_a_server_takes(server: Server) -> None:
     assert "200000 calls in one message" in caught.value.details()
 
 
-@pytest.mark.fresh_interpreter
-def test_what_is_served_may_fork(tmp_path: Path) -> None:
+def test_what_is_served_may_fork(run_fresh: RunFresh) -> None:
     """In a process of its own, since it is settled when gRPC is imported."""
-    program = tmp_path / "forks.py"
-    program.write_text(FORKS)
-    done = subprocess.run(
-        [sys.executable, str(program)], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False, timeout=80
-    )
-    assert done.returncode == 0
+    done = run_fresh(FORKS)
+    assert done.returncode == 0, done.stderr
 
 
 FORGES = r"""
@@ -251,12 +244,9 @@ with farcall.serve({"print": print}) as server:
 """
 
 
-@pytest.mark.fresh_interpreter
-def test_strangers_do_not_write_into_the_log() -> None:
+def test_strangers_do_not_write_into_the_log(run_fresh: RunFresh) -> None:
     """By the text of a GOAWAY, which gRPC logs; whether it does, is settled when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", FORGES], cwd=ROOT, check=False, timeout=80, capture_output=True, text=True
-    )
+    done = run_fresh(FORGES)
     assert done.returncode == 0, done.stderr
     assert "transfer" not in done.stderr
 

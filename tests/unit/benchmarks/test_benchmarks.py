@@ -135,6 +135,7 @@ def test_command_measures_and_saves_and_prints_nothing_else(tmp_path: Path) -> N
 
 
 @in_repository
+@pytest.mark.fresh_interpreter
 def test_a_revision_is_measured_without_what_this_installation_has(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import importlib.metadata, sys

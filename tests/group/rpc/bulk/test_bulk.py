@@ -36,14 +36,14 @@ from tests.support.workers import RunWorkers, Worker
 
 MIB = 1 << 20
 SOON = 20.0
-OVER_CONNECTIONS: dict[str, dict[str, Any]] = {
+OVER_CONNECTIONS: dict[str, Any] = {
     "unix": {"transports": ("unix",), "shared_memory_bytes": 0},
-    "tcp": {"transports": ("tcp",), "shared_memory_bytes": 0},
+    "tcp": pytest.param({"transports": ("tcp",), "shared_memory_bytes": 0}, marks=pytest.mark.nightly),
     "stripes": {"transports": ("tcp",), "shared_memory_bytes": 0, "tcp_stripes": 3},
 }
 if backend.NAME == "grpc":
     OVER_CONNECTIONS = {"grpc": {"shared_memory_bytes": 0}}
-WAYS: dict[str, dict[str, Any]] = {"shared memory": {}} | OVER_CONNECTIONS
+WAYS: dict[str, Any] = {"shared memory": {}} | OVER_CONNECTIONS
 every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 
 

@@ -268,12 +268,14 @@ class Crowded(Server):
     """A server for a copy of which one worker has no room when it is first asked."""
 
     refused = 0
+    kept = threading.Event()
 
     def __setstate__(self, state: Any) -> None:
         if rpc.get_worker_info().name == "worker2" and not Crowded.refused:
             Crowded.refused += 1
             raise MemoryError
         self.__dict__.update(state)
+        Crowded.kept.set()
 
 
 def test_worker_that_could_not_keep_a_copy_is_asked_again(
@@ -289,8 +291,9 @@ def test_worker_that_could_not_keep_a_copy_is_asked_again(
         worker.report("keeps")
         if worker.name == "worker2":
             worker.wait_for("killed")
+            assert Crowded.kept.wait(60)
             while worker.name not in handle.workers():
-                pass  # until the death is noticed, and the copy kept
+                pass  # until the copy that is kept is known
             worker.report("keeps a copy")
         worker.wait_for("end")
         return Crowded.refused

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from farcall.launch import spares
 from farcall.launch.spares import Spares
+from tests.support.fresh import RunFresh
 
 FAILS = "import os, sys; print('no such package', file=sys.stderr); os.getppid() and sys.exit(3)"
 IMPORTS = """
@@ -45,7 +45,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
 
 def spares_of(program: str, guard: Any) -> Spares:
-    return Spares(1, (sys.executable, "-I", "-S", "-c", program), 5, guard)
+    return Spares(1, (sys.executable, "-c", program), 3, guard)
 
 
 def wait_until_ended(pid: int) -> None:
@@ -90,6 +90,5 @@ def test_spare_that_the_system_refuses_is_told_once(
     assert capsys.readouterr().err.count("a spare process cannot be started") == 1
 
 
-def test_spare_has_imported_what_an_elastic_job_and_its_first_optimizer_need() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+def test_spare_has_imported_what_an_elastic_job_and_its_first_optimizer_need(run_fresh: RunFresh) -> None:
+    assert run_fresh(IMPORTS).stdout == "[]\n"
