@@ -256,7 +256,7 @@ class Answers:
             self._peers.own.name,
             legible(_raised_in(error) if of is None else name_of(of)),
             peer.name,
-            type(error).__name__,
+            legible(type(error).__name__),
             "" if request is None else f" after {monotonic() - request.began:.4f} s",
             place_of(error),
             f": {said}" if said else "",

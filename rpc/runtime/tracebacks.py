@@ -20,6 +20,7 @@ from typing import Final
 
 from rpc.errors import RpcError
 from rpc.runtime.code_folders import INSTALLED, LIBRARIES, OURS
+from rpc.runtime.legible import legible
 
 __all__ = ["fold_uncaught", "folded", "in_one_line", "place_of", "show_as", "shows_all"]
 
@@ -111,7 +112,7 @@ def place_of(error: BaseException) -> str:
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if not (file := frame.f_code.co_filename).startswith((*LIBRARIES, "<")):
-            return f" at {file}:{line}"
+            return f" at {legible(file)}:{line}"
     return ""
 
 

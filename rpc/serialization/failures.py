@@ -37,8 +37,11 @@ def describe(obj: Any) -> str:
 
 
 def type_name(kind: type) -> str:
-    """Return a class's name as it is usually written: without the module for builtins."""
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    """Return a class's name as it is usually written: without the module for builtins, and for a class that
+    has none, such as one that code without a module has made.
+    """
+    module = getattr(kind, "__module__", "builtins")
+    return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
 
 
 def text_of(error: BaseException) -> str:

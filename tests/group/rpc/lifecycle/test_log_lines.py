@@ -116,6 +116,26 @@ def test_what_a_caller_sends_cannot_forge_a_line() -> None:
         )
 
 
+def fail_as(name: str) -> None:
+    raise type(name, (LookupError,), {})("a")
+
+
+@in_worker0(world_size=1)
+def test_what_code_of_a_caller_names_classes_and_files_cannot_forge_a_line() -> None:
+    records: list[logging.LogRecord] = []
+    log = logging.getLogger("rpc.agent.received_requests")
+    log.addHandler(Kept(records))
+    code = fail_as.__code__.replace(co_filename="file\nERROR")
+    forged = FunctionType(code, {"type": type, "LookupError": LookupError})  # so the class has no module
+    forged.__qualname__ = "f"
+    with pytest.raises(LookupError, match=r"^a\b"):
+        rpc.rpc_sync("worker0", forged, ("class\nERROR",), timeout=5)
+    line = records.pop().getMessage()
+    assert line.isprintable()
+    assert r"raised 'class\nERROR' after" in line
+    assert r" at 'file\nERROR':" in line
+
+
 def fail_at_length() -> None:
     raise LookupError("as told:\n" + 100 * "and more ")
 
