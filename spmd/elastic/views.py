@@ -413,7 +413,7 @@ class Views:
             if any(each is None or each.lost is not None for each in peers):
                 raise GivenUpError("a member of the next view is lost")
             cut_off = self._agree(ballot, members, released, reports)
-        except GivenUpError:
+        except BaseException:
             Groups.decline(self._agent, peers, rank, size, key)
             raise
         self.losses.cut_off(cut_off, "the elastic job goes on without it", self.released)

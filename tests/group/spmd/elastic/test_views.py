@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import rpc
 from rpc.errors import GivenUpError, RpcError
 from rpc.runtime.current import current_agent
 from spmd.collectives.group import Group
-from spmd.elastic import groups
+from spmd.elastic import groups, losses
 from spmd.elastic.replicas import Replica
 from spmd.elastic.views import Views
 from tests.group.spmd.elastic.test_elastic import init
@@ -35,8 +36,8 @@ def meet(worker: Worker, places: int) -> tuple[Views, list[int]]:
     return views, members
 
 
-def given_up(worker: Worker, views: Views, members: list[int]) -> str:
-    with pytest.raises(GivenUpError) as caught:
+def given_up(worker: Worker, views: Views, members: list[int], kind: type[Exception] = GivenUpError) -> str:
+    with pytest.raises(kind) as caught:
         views.install(BALLOT, "a view", members, (), [])
     worker.report("given up")
     worker.wait_for("end")  # it lives until all have given up
@@ -48,12 +49,15 @@ def let_meet(workers: Workers) -> None:
     workers.tell("members", workers.wait_for("here"))
 
 
-@pytest.mark.parametrize("why", ["a later ballot", "a loss"])
+@pytest.mark.parametrize("why", ["a later ballot", "a loss", "no descriptors"])
 def test_member_that_does_not_install_a_view_is_not_waited_for(run_workers: RunWorkers, why: str) -> None:
     def install(worker: Worker) -> str:
         views, members = meet(worker, 1)
         if worker.rank == 1 and why == "a later ballot":
             views.freeze(LATER)
+        elif worker.rank == 1 and why == "no descriptors":
+            patch.object(losses, "start_time", side_effect=OSError(errno.EMFILE, "none is left")).start()
+            return given_up(worker, views, members, OSError)
         elif worker.rank == 1:
             known = {each: views.losses.peer(each) for each in members[:2]}
             patch.object(views.losses, "peer", known.get).start()
