@@ -42,6 +42,7 @@ from rpc.group.peer import Peer, PeerTable
 from rpc.options import UNSET_TIMEOUT
 from rpc.runtime import interrupts
 from rpc.runtime.blocking import INFINITE, this_thread
+from rpc.runtime.code_folders import OURS
 from rpc.runtime.events import Events
 from rpc.runtime.interrupts import interruptible, is_interruption, protected
 from rpc.runtime.tasks import COMPLETION, Task
@@ -335,17 +336,18 @@ class PendingCall:
         """Return the error of this call when its timeout has expired."""
         seen = f" {self.last_seen}." if self.last_seen else ""
         function = f"rpc_{self.how}" if self.how in ("sync", "async") else self.how
-        if self.asked == "RRef.to_here":
+        if type(self.what) is FunctionType and self.what.__code__.co_filename.startswith(OURS):
+            without = ""  # the program has called another function
+        elif self.asked == "RRef.to_here":
             without = "rref.to_here(timeout=0)"
         elif self.asked.startswith(("method '", "the type of ")):  # of the object of a reference
             without = f"rref.{function}(timeout=0).method(...)"
         else:
             called = "" if self.how == "map" else f"'{self.peer.name}', {self.asked}, "
             without = f"rpc.{function}({called}..., timeout=0)"
-        advice = (
-            f" If it may take longer, pass a timeout in seconds: {without} has no limit, and "
-            "rpc.set_rpc_timeout(0) sets none for all calls."
-        )
+        passed = f"pass a timeout in seconds: {without} has no limit, and " if without else ""
+        limit = "none" if without else "no limit"
+        advice = f" If it may take longer, {passed}rpc.set_rpc_timeout(0) sets {limit} for all calls."
         return RpcTimeoutError(
             f"RPC ran for more than its timeout of {self.timeout * 1000:.0f} ms: {self.asked} on worker "
             f"'{self.peer.name}' has not answered.{seen}{'' if self.in_cycle else advice}"

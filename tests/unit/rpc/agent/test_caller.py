@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rpc.agent.calls import Caller, PendingCall
+from rpc.agent.calls import Caller, PendingCall, name_of
 from rpc.agent.dispatcher import Sender
 from rpc.agent.tape import Tracing
 from rpc.errors import RpcTimeoutError, WorkerLostError
@@ -103,6 +103,14 @@ def test_a_call_to_a_worker_about_to_be_lost_is_left_to_who_says_why() -> None:
     call = agent.request(peer())
     assert not call.done()
     assert list(agent.calls.waiting()) == [call]
+
+
+def test_a_call_of_a_function_of_ours_that_timed_out_advises_nothing_that_the_program_did_not_call() -> None:
+    unused: Any = None
+    call = PendingCall(table_of(unused), 1, peer(), name_of, 0.02)
+    assert str(call.timeout_error()).endswith(
+        " has not answered. If it may take longer, rpc.set_rpc_timeout(0) sets no limit for all calls."
+    )
 
 
 class Copies:
