@@ -186,6 +186,8 @@ class Caller:
                 if call.awaited.outcome is None:
                     self._table.expire(call)
                 raise
+        if call.awaited.outcome is None:  # not left to ``result``: a signal may interrupt it before it waits
+            call.wait()
         return call.result()
 
     def _checked(self, timeout: float, payload: Payload, peer: Peer) -> float:

@@ -105,11 +105,14 @@ def has_own_proc() -> bool:
 
 def _is_ending(process: int) -> bool:
     """Whether no thread of a process returns from the kernel any more."""
+    folder = f"/proc/{process}/task"
     try:
-        threads = os.listdir(f"/proc/{process}/task")
+        threads = os.listdir(folder)
+        if not all(_thread_is_ending(f"{folder}/{each}/stat") for each in threads):
+            return False
+        return set(threads).issuperset(os.listdir(folder))  # none of them has started another before
     except OSError:
         return False
-    return all(_thread_is_ending(f"/proc/{process}/task/{each}/stat") for each in threads)
 
 
 def _thread_is_ending(path: str) -> bool:

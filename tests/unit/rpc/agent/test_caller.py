@@ -98,6 +98,19 @@ def test_what_a_signal_handler_raises_while_a_call_is_sent_is_not_the_outcome_of
     assert agent.under_way == [0]
 
 
+@pytest.mark.usefixtures("deferred")
+def test_ctrl_c_while_a_call_is_sent_gives_it_up_if_another_thread_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is deferred until the message is sent: the call must not stay under way, with nobody to end it."""
+    agent = Unsending(AssertionError())
+    monkeypatch.setattr(agent.sender, "send", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        agent.caller.inquire(peer(), Kind.CALL, Payload({}, [b""]), 1.0, "what")
+    assert not list(agent.calls.waiting())
+    assert agent.under_way == [1]  # the callee may still answer
+
+
 def test_a_call_to_a_worker_about_to_be_lost_is_left_to_who_says_why() -> None:
     agent = Unsending(WorkerLostError("closed", "callee", "closed"))
     call = agent.request(peer())

@@ -80,6 +80,23 @@ def test_process_has_not_ended_while_a_thread_of_it_runs() -> None:
     os.waitpid(process, 0)
 
 
+def test_process_has_not_ended_while_its_threads_end_and_start_others() -> None:
+    process = os.fork()
+    if process == 0:
+
+        def start_another() -> None:
+            threading.Thread(target=start_another).start()
+
+        start_another()
+        ctypes.CDLL(None).pthread_exit(None)
+    try:
+        until(lambda: stat_fields(f"/proc/{process}/stat")[0] == "Z")
+        assert not any(has_ended(process) for _ in range(5000))
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 def test_process_is_not_held_to_have_ended_where_this_one_lacks_descriptors_or_memory(
     monkeypatch: pytest.MonkeyPatch, code: int
