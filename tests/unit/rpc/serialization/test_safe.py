@@ -207,6 +207,18 @@ def test_no_copy_of_a_tensor_is_made_that_takes_more_memory_than_it_does(
     reader.check_method(tensor, "size")
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(4 << 20), torch.zeros(1).expand(9), torch.empty(9, 0)],
+    ids=["large", "expanded", "empty"],
+)
+@pytest.mark.parametrize("name", ["clone", "tolist"])
+def test_a_copy_of_a_tensor_is_made_that_takes_as_much_as_it_does_or_little(
+    allow: AllowList, tensor: torch.Tensor, name: str
+) -> None:
+    AllowList(allow).check_method(tensor, name)
+
+
 # ---- what is refused, though its sender means no harm
 
 

@@ -279,6 +279,16 @@ def test_memory_for_what_arrives_is_writable_and_aligned_for_every_type() -> Non
         assert np.frombuffer(memory, np.uint8).__array_interface__["data"][0] % frames.ALIGNMENT == 0
 
 
+def test_segments_of_all_open_messages_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reassembly, "MAX_BUFFERS", 1001)
+    arriving = Reassembly(lambda length: memoryview(bytearray(length)))
+    arriving.open(1, None, [Room(1, 1)] + [Room(0, 0)] * 999)
+    with pytest.raises(ProtocolError, match="buffers"):
+        arriving.open(2, None, [Room(1, 1)] * 2)
+    arriving.filled(1, 1)
+    arriving.open(2, None, [Room(1, 1)] * 2)
+
+
 def test_a_message_over_the_limit_may_follow_what_raises_the_limit() -> None:
     decoder = greeted(100)
     (welcome,) = feed(decoder, encoded(call(b"welcome")) + in_chunks(call(bytes(500)), 1)[:200])
