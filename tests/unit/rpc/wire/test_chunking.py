@@ -186,6 +186,10 @@ MALFORMED = {
         opening(1, body=10) + chunk(1, bytes(11)),
         "no chunk of 11 bytes is at 0 in a message of 10",
     ),
+    "a chunk behind the end": (
+        opening(1, body=10) + chunk_prefix(1, SHORT_CHUNK_BYTES, SHORT_CHUNK_BYTES),
+        "no chunk of",
+    ),
     "an empty chunk": (opening(1, body=10) + chunk(1, b""), "no chunk of 0 bytes"),
     "a chunk after the end": (opening(1, body=4) + chunk(1, b"done") + chunk(1, b"more"), "not open"),
     "a chunk beside the grid": (
