@@ -114,9 +114,10 @@ def answer_sum() -> torch.futures.Future[Tensor]:
     return sum_of_calls()
 
 
-def _add_late(doubled: rpc.Future[Tensor]) -> Tensor:
+def _add_late(doubled: torch.futures.Future[Any]) -> Tensor:
     sleep(FIRST)
-    return doubled.wait() + 1
+    added: Tensor = doubled.wait() + 1
+    return added
 
 
 @in_device_group()
