@@ -86,7 +86,9 @@ def test_streams_wait_for_what_they_use() -> None:
             assert is_all(future.wait(), many.index(future) * 2.0), f"as_completed {many.index(future)}"
 
     async def awaits() -> bool:
-        return is_all(await rpc.rpc_async("worker1", double_late, args=(late(6.0),)), 12.0)
+        call = rpc.rpc_async("worker1", double_late, args=(late(6.0),))
+        with torch.Stream(device=FIRST):
+            return is_all(await call, 12.0)
 
     assert asyncio.run(awaits()), "await"
     assert rpc.rpc_sync("worker1", on_own_stream, args=(late(1.0, SECOND),)), "own stream"

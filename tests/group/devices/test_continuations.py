@@ -114,6 +114,20 @@ def answer_sum() -> torch.futures.Future[Tensor]:
     return sum_of_calls()
 
 
+def _add_late(doubled: torch.futures.Future[Any]) -> Tensor:
+    sleep(FIRST)
+    added: Tensor = doubled.wait() + 1
+    return added
+
+
+@in_device_group()
+def test_streams_wait_for_what_is_made_of_collected_callbacks() -> None:
+    following: list[Any] = [each.then(_add_late) for each in _calls()]
+    total = torch.futures.collect_all(following).then(_sum)
+    with torch.Stream(device=FIRST):
+        assert is_all(total.wait(), 6.0)
+
+
 def fail() -> None:
     raise LookupError("as it is told")
 

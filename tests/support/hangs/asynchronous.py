@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import time
 
 import torch
@@ -10,6 +11,8 @@ import torch
 import rpc
 from tests.support.hangs.hang import LONG, from_worker0, hang
 from tests.support.workers import Worker
+
+QUEUE = queue.Queue[None]()
 
 
 async def await_nothing() -> None:
@@ -19,6 +22,19 @@ async def await_nothing() -> None:
 @hang("awaits")
 def coroutine_awaits_an_event(worker: Worker) -> None:
     from_worker0(worker, await_nothing)
+
+
+def sleep_for_a_coroutine() -> None:
+    time.sleep(LONG)  # culprit: coroutine_awaits_a_call
+
+
+async def await_call() -> None:
+    await rpc.rpc_async("worker2", sleep_for_a_coroutine, timeout=0)
+
+
+@hang("sleeps", worker="worker2", size=3)
+def coroutine_awaits_a_call(worker: Worker) -> None:
+    from_worker0(worker, await_call)
 
 
 async def block_the_loop() -> None:
@@ -39,6 +55,29 @@ def never_done() -> torch.futures.Future[None]:
 def future_is_never_completed(worker: Worker) -> None:
     if worker.rank == 0:
         rpc.rpc_sync("worker1", never_done, timeout=0)  # culprit: future_is_never_completed
+
+
+def make_slowly() -> int:
+    time.sleep(LONG)  # culprit: object_is_never_made
+    return 1
+
+
+@hang("sleeps")
+def object_is_never_made(worker: Worker) -> None:
+    if worker.rank == 0:
+        rpc.remote("worker1", make_slowly, timeout=0).to_here(timeout=0)
+
+
+class Counter:
+    def count(self) -> None:
+        QUEUE.get()  # culprit: method_of_a_remote_object_waits
+
+
+@hang("queue")
+def method_of_a_remote_object_waits(worker: Worker) -> None:
+    if worker.rank == 0:
+        counter = rpc.remote("worker1", Counter)
+        counter.rpc_sync(timeout=0).count()
 
 
 def sleep_at_the_end() -> None:

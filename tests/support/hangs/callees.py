@@ -20,6 +20,7 @@ from tests.support.hangs.hang import ENDS_WITH_PARENT, LONG, from_worker0, hang
 from tests.support.workers import Worker
 
 LOCK = threading.Lock()
+RLOCK = threading.RLock()
 CONDITION = threading.Condition()
 SEMAPHORE = threading.Semaphore(0)
 EVENT = threading.Event()
@@ -47,6 +48,39 @@ def hold_in_sleep() -> None:
 @hang("sleeps")
 def lock_held_by_another_thread(worker: Worker) -> None:
     from_worker0(worker, hold_in_sleep)
+
+
+def hold_rlock_in_sleep() -> None:
+    held = threading.Event()
+
+    def keep() -> None:
+        RLOCK.acquire()
+        held.set()
+        time.sleep(LONG)  # culprit: rlock_held_by_another_thread
+
+    threading.Thread(target=keep, daemon=True, name="keeper").start()
+    held.wait()
+    with RLOCK:
+        pass
+
+
+@hang("sleeps")
+def rlock_held_by_another_thread(worker: Worker) -> None:
+    from_worker0(worker, hold_rlock_in_sleep)
+
+
+def forget_release() -> None:
+    LOCK.acquire()
+
+
+def acquire_forgotten() -> None:
+    forget_release()
+    LOCK.acquire()  # culprit: lock_never_released
+
+
+@hang("lock")
+def lock_never_released(worker: Worker) -> None:
+    from_worker0(worker, acquire_forgotten)
 
 
 def join_thread() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.hangs.hang import LONG, hang
 from tests.support.workers import Worker
 
 EVENT = threading.Event()
+QUEUE = queue.Queue[None]()
 
 
 @hang("sleeps")
@@ -25,10 +27,27 @@ def barrier_lacks_a_worker(worker: Worker) -> None:
     rpc.barrier()
 
 
+@hang("sleeps", size=3, worker="worker0")
+def barrier_lacks_its_leader(worker: Worker) -> None:
+    if worker.rank == 0:
+        time.sleep(LONG)  # culprit: barrier_lacks_its_leader
+    rpc.barrier()
+
+
 @hang("event")
 def shutdown_lacks_a_worker(worker: Worker) -> None:
     if worker.rank == 1:
         EVENT.wait()  # culprit: shutdown_lacks_a_worker
+
+
+@hang("queue")
+def shutdown_waits_for_a_callee(worker: Worker) -> None:
+    if worker.rank == 0:
+        rpc.rpc_async("worker1", take_in_shutdown, timeout=0)
+
+
+def take_in_shutdown() -> None:
+    QUEUE.get()  # culprit: shutdown_waits_for_a_callee
 
 
 def init_process_group(worker: Worker) -> None:
@@ -44,6 +63,14 @@ def collective_lacks_a_rank(worker: Worker) -> None:
     if worker.rank == 1:
         time.sleep(LONG)  # culprit: collective_lacks_a_rank
     dist.all_reduce(torch.ones(4))
+
+
+@hang("event", size=3)
+def broadcast_lacks_its_root(worker: Worker) -> None:
+    init_process_group(worker)
+    if worker.rank == 1:
+        EVENT.wait()  # culprit: broadcast_lacks_its_root
+    dist.broadcast(torch.ones(4), src=1)
 
 
 class Slow(torch.autograd.Function):
@@ -102,3 +129,16 @@ def rendezvous_lacks_a_rank(worker: Worker) -> None:
         time.sleep(LONG)
     options = rpc.TensorPipeRpcBackendOptions(init_method=worker.init_method)
     rpc.init_rpc("worker1", None, 1, 2, options)  # culprit: rendezvous_lacks_a_rank
+
+
+def multiply_long() -> None:
+    while True:
+        torch.ones(600, 600) @ torch.ones(600, 600)  # culprit: rank_of_a_collective_computes
+
+
+@hang("computes", size=2)
+def rank_of_a_collective_computes(worker: Worker) -> None:
+    init_process_group(worker)
+    if worker.rank == 1:
+        multiply_long()
+    dist.all_reduce(torch.ones(4))

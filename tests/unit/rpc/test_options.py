@@ -58,6 +58,7 @@ def test_pytorchs_options_take_pytorchs_arguments_and_only_those() -> None:
     ("name", "value"),
     [
         ("rpc_timeout", -1),
+        ("rpc_timeout", float("nan")),
         ("rpc_timeout", float("inf")),
         ("num_worker_threads", 0),
         ("rendezvous_timeout", 0),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import rpc
+from rpc.errors import RRefError, WorkerLostError
 from rref.shared_calls import SharedCall
 from tests.simulation.life import Life, Plan
 from tests.simulation.worker import Worker
@@ -58,6 +59,17 @@ class Caller:
     def send(self, number: int) -> Any:
         return self.do(lambda: self.call.send(self.references[number]))
 
+    def refused(self, number: int, error: type[Exception]) -> str:
+        """Why no call is sent to an object."""
+
+        def send() -> str:
+            with pytest.raises(error) as caught:
+                self.call.send(self.references[number])
+            return str(caught.value)
+
+        refusal: str = self.do(send)
+        return refusal
+
 
 @pytest.fixture
 def caller() -> Iterator[Caller]:
@@ -72,3 +84,23 @@ def caller() -> Iterator[Caller]:
 def test_a_call_is_serialized_once_whoever_gets_it(caller: Caller) -> None:
     assert [caller.send(number).value() for number in (1, 2, 0, 1)] == [11, 12, 10, 11]
     assert Counted.times == 1
+
+
+def test_an_object_that_is_gone_with_its_owner_gets_no_call_and_the_others_do(caller: Caller) -> None:
+    gone, _ = caller.others
+    gone.end()
+    caller.life.network.kill(gone.place, host=True)
+    under_way = caller.send(1)
+    caller.life.clock.run(PLAN.lost_after + PLAN.reconnect_within)
+    with pytest.raises(WorkerLostError, match=f"'{gone.name}'"):
+        under_way.value()
+    assert f"'{gone.name}'" in caller.refused(1, WorkerLostError)
+    assert caller.send(2).value() == 12
+    assert Counted.times == 1
+
+
+def test_an_agent_that_shuts_down_sends_no_call(caller: Caller) -> None:
+    caller.send(1)
+    caller.life.leave(caller.worker)
+    caller.life.clock.run(0.001)  # it gives its references back
+    assert "its agent is shut down" in caller.refused(1, RRefError)

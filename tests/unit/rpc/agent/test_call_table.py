@@ -197,6 +197,13 @@ def test_a_call_given_up_no_longer_counts_when_its_callee_is_gone(table: CallTab
     assert table.unanswered() == 0
 
 
+def test_a_call_that_has_just_ended_cannot_be_given_up(table: CallTable) -> None:
+    call = table.open(peer(), "what", 0, PendingCall)
+    assert table.take(call.call_id) is call
+    assert not table.give_up(call)
+    assert table.unanswered() == 0
+
+
 # ---- with a real loop
 
 

@@ -212,6 +212,32 @@ def test_what_is_merged_is_merged_while_it_arrives(count: int) -> None:
         assert target.is_of(frame.buffers)
 
 
+@pytest.mark.parametrize("place", [1, MIB + 5])
+def test_a_message_that_is_merged_and_sent_again_counts_once(place: int) -> None:
+    size = 3 * MIB + 500
+    memory = np.full(size, 3, np.uint8)
+    merger = merger_of(memory)
+    whole = message(1, numbers(size))
+    body = b"".join(bytes(piece) for piece in whole.take(whole.size))
+    with streams() as (socks, receiver):
+        first = MergingTarget([memory.data], merger)
+        receiver.arriving.find_target = lambda kind, call_id, sizes: first
+        socks[0].sendall(begun(1, numbers(size), len(body)) + body[:place])
+        if place > MIB:
+            until(lambda: memory[MIB // 2 - 100] != 3)
+        receiver.arriving.clear()
+        first.take_back()
+        before = memory.copy()
+        with contextlib.suppress(OSError):
+            socks[0].sendall(body[place:])
+        assert (memory == before).all()
+    with streams() as (socks, receiver), queue(socks) as sender:
+        receiver.arriving.find_target = lambda kind, call_id, sizes: MergingTarget([memory.data], merger)
+        sender.add(message(1, numbers(size)))
+        receiver.wait_for(1)
+    assert (memory == numbers(size) + 3).all()
+
+
 # ---- memory that is taken back in the middle
 
 

@@ -230,6 +230,13 @@ def test_messages_that_could_not_be_handled_are_left_in_their_frame_and_only_the
     assert here.control.unacknowledged() == 0
 
 
+def test_texts_need_not_be_valid_unicode(clockwork: Clockwork, here: Worker, there: Worker) -> None:
+    here.control.post(there.seen_as, "news", "lone \udcff surrogate")
+    clockwork.advance(0)
+    there.receive(here)
+    assert there.heard == [("here", "lone \udcff surrogate")]
+
+
 def test_who_is_idle_sets_no_timer(clockwork: Clockwork, here: Worker, there: Worker) -> None:
     here.control.post(there.seen_as, "news", 1)
     clockwork.advance(0)

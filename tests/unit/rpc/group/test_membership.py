@@ -6,7 +6,7 @@ import pytest
 
 from rpc.errors import UnknownWorkerError, WorkerLostError
 from rpc.group.membership import Membership
-from rpc.group.workers import Member
+from rpc.group.workers import Member, WorkerInfo
 from tests.support.members import member
 
 ME = member("me", 0)
@@ -24,6 +24,13 @@ def test_a_misspelled_callee_is_told_what_was_probably_meant_and_few_of_the_othe
     group = view(*(member(f"trainer{rank}", rank) for rank in range(1, 20)))
     with pytest.raises(UnknownWorkerError, match=r"Did you mean 'trainer7'\? .* and 12 more\.$"):
         group.resolve("trainr7")
+
+
+def test_a_worker_of_a_name_and_another_id_is_none_of_the_group() -> None:
+    group = view(FIRST, SECOND)
+    assert group.resolve(WorkerInfo("first", 1)) == FIRST
+    with pytest.raises(UnknownWorkerError):
+        group.resolve(WorkerInfo("first", 2))
 
 
 def test_a_gone_incarnation_never_comes_back() -> None:

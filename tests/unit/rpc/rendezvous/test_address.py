@@ -173,6 +173,7 @@ def test_unix_address_of_another_host_tells_nothing(start_worker: StartWorker) -
     "addresses",
     [
         (),
+        ("tcp:nonsense",),
         ("tcp:no.such.host.invalid:1",),
         ("carrier:pigeon",),
         ("grpc:127.0.0.1:1;advertised",),

@@ -59,6 +59,7 @@ DYNAMIC = {"dynamic": True}
         (0, 2, TORCHRUN, URL, RankAndSize(0, 2)),
         (-1, None, ONE_HOST, {}, RankAndSize(0, 4, single_host=True)),
         (-1, None, ONE_HOST | {"WORLD_SIZE": "8"}, {}, RankAndSize(0, 8)),
+        (0, 4, ONE_HOST | {"WORLD_SIZE": "8"}, {}, RankAndSize(0, 4)),
         (-1, None, ONE_HOST, DYNAMIC, RankAndSize(0, None)),
     ],
 )

@@ -190,6 +190,16 @@ def test_what_cannot_be_pickled_in_a_group_costs_only_itself() -> None:
     assert type(inner.exceptions[0]) is zoo.TakesMore
 
 
+def test_an_attribute_that_cannot_be_read_here_costs_all_but_class_and_text() -> None:
+    error = zoo.TakesMore(1, "a")
+    error.add_note("a note")
+    error.attribute = FailsToLoad()  # type: ignore[attr-defined]
+    arrived = raise_remotely(error)
+    assert type(arrived) is zoo.TakesMore
+    assert str(arrived) == "1: a"
+    assert "its arguments and attributes are missing: ValueError: cannot be rebuilt" in arrived.__notes__[0]
+
+
 @pytest.mark.parametrize("way", [raise_remotely, as_value, twin])
 def test_a_class_that_refuses_access_to_its_attributes_arrives(way: Way) -> None:
     error = zoo.Guarded("text")

@@ -13,7 +13,7 @@ from rpc.serialization import tensor_kinds
 from rpc.serialization.codecs import NEUTRAL, PICKLE
 from rpc.serialization.safe import AllowList
 from rpc.serialization.serializer import Serializer
-from rpc.serialization.settings import Settings
+from rpc.serialization.settings import Settings, allow_class, allow_function, process_settings
 from tests.unit.rpc.serialization import callees
 from tests.unit.rpc.serialization.callees import Color, Pair, Plain, Point, Slotted
 from tests.unit.rpc.serialization.journey import (
@@ -70,6 +70,14 @@ def test_instances_of_admitted_classes(allow: AllowList) -> None:
     assert arrived[2].value == 3
     assert arrived[3] is Color.RED
     assert arrived[4] == Pair(1, 2)
+
+
+def test_decorators_admit_to_the_list_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_settings, "allowed", AllowList())
+    assert allow_function(callees.null) is callees.null
+    reader = Serializer(safe=True)
+    assert allow_class(Plain) is Plain  # also after there is an agent
+    assert send_call(callees.null, ([Plain(1)],), at=reader)[1][0][0].value == 1
 
 
 def test_what_has_no_name_cannot_be_admitted(allow: AllowList) -> None:
@@ -205,6 +213,18 @@ def test_no_copy_of_a_tensor_is_made_that_takes_more_memory_than_it_does(
     with pytest.raises(SerializationError, match=f"the method '{name}' of a tensor of shape .* more memory"):
         reader.check_method(tensor, name)
     reader.check_method(tensor, "size")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(4 << 20), torch.zeros(1).expand(9), torch.empty(9, 0)],
+    ids=["large", "expanded", "empty"],
+)
+@pytest.mark.parametrize("name", ["clone", "tolist"])
+def test_a_copy_of_a_tensor_is_made_that_takes_as_much_as_it_does_or_little(
+    allow: AllowList, tensor: torch.Tensor, name: str
+) -> None:
+    AllowList(allow).check_method(tensor, name)
 
 
 # ---- what is refused, though its sender means no harm

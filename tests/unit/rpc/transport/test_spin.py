@@ -66,6 +66,35 @@ def test_after_a_late_look_the_threads_of_the_agent_look_once(
     assert looks == [1, 1, 1, 1, 3]
 
 
+def skipped_by(backoff: Backoff) -> int:
+    skipped = 0
+    while not backoff.may_try():
+        skipped += 1
+    return skipped
+
+
+def test_what_does_not_pay_is_left_alone_for_longer_each_time_but_not_for_ever() -> None:
+    backoff = Backoff()
+    assert backoff.may_try()
+    skipped = []
+    for _ in range(9):
+        backoff.failed()
+        skipped.append(skipped_by(backoff))
+    assert skipped == [4, 8, 16, 32, 64, 128, 256, 256, 256]
+
+
+def test_what_pays_again_is_tried_sooner() -> None:
+    backoff = Backoff()
+    for _ in range(4):
+        backoff.failed()
+    backoff.paid()
+    assert skipped_by(backoff) == 16
+    for _ in range(5):
+        backoff.paid()
+    backoff.failed()
+    assert skipped_by(backoff) == 4
+
+
 def test_where_enough_threads_spin_a_thread_looks_once_and_that_is_no_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -139,6 +139,14 @@ def test_close_with_flush_sends_what_is_queued_first(loop: LoopThread, sockets: 
     assert owner.reason() == "done"
 
 
+def test_close_with_flush_closes_at_once_when_nothing_is_queued(loop: LoopThread, sockets: Sockets) -> None:
+    here, _ = sockets()
+    owner = Recorder()
+    connection = open_connection(loop, here, owner)
+    loop.call(lambda: connection.close("done", flush=True))
+    assert owner.lost.is_set()
+
+
 def test_close_with_flush_gives_up_when_the_peer_is_gone(loop: LoopThread, sockets: Sockets) -> None:
     here, there = sockets(buffer_bytes=TINY_BUFFER)
     owner = Recorder()

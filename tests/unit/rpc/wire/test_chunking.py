@@ -186,6 +186,10 @@ MALFORMED = {
         opening(1, body=10) + chunk(1, bytes(11)),
         "no chunk of 11 bytes is at 0 in a message of 10",
     ),
+    "a chunk behind the end": (
+        opening(1, body=10) + chunk_prefix(1, SHORT_CHUNK_BYTES, SHORT_CHUNK_BYTES),
+        "no chunk of",
+    ),
     "an empty chunk": (opening(1, body=10) + chunk(1, b""), "no chunk of 0 bytes"),
     "a chunk after the end": (opening(1, body=4) + chunk(1, b"done") + chunk(1, b"more"), "not open"),
     "a chunk beside the grid": (
@@ -277,6 +281,16 @@ def test_memory_for_what_arrives_is_writable_and_aligned_for_every_type() -> Non
         assert not memory.readonly
         assert len(memory) == length
         assert np.frombuffer(memory, np.uint8).__array_interface__["data"][0] % frames.ALIGNMENT == 0
+
+
+def test_segments_of_all_open_messages_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reassembly, "MAX_BUFFERS", 1001)
+    arriving = Reassembly(lambda length: memoryview(bytearray(length)))
+    arriving.open(1, None, [Room(1, 1)] + [Room(0, 0)] * 999)
+    with pytest.raises(ProtocolError, match="buffers"):
+        arriving.open(2, None, [Room(1, 1)] * 2)
+    arriving.filled(1, 1)
+    arriving.open(2, None, [Room(1, 1)] * 2)
 
 
 def test_a_message_over_the_limit_may_follow_what_raises_the_limit() -> None:

@@ -97,6 +97,19 @@ def test_what_a_worker_is_said_to_have_created_that_does_not_exist_fails_at_once
 # remote() that times out or fails
 
 
+def test_a_creation_that_comes_after_its_failed_reference_was_dropped_is_not_run() -> None:
+    group = Group(2)
+    ref = group.create(2, 1)
+    rref = group.workers[2].refs[ref]
+    group.give_up(2, ref)
+    group.release(2, ref)
+    group.deliver("abandon")
+    group.arrive(0)
+    assert rref not in group.workers[1].running
+    assert group.remembered(1) == {"tombstones": 1}
+    group.drain()
+
+
 def test_a_child_confirmed_after_the_creation_was_given_up_is_refused_even_while_it_runs() -> None:
     group = Group(3)
     ref = group.create(2, 1)
