@@ -51,7 +51,7 @@ from rpc.serialization.payload import Connect, Payload
 from rpc.serialization.serializer import Serializer
 from rpc.serialization.tracked import stand_ins
 from rpc.transport.base import QueueFull
-from rpc.transport.inline_read import Awaited
+from rpc.transport.inline_read import Awaited, Turn
 from rpc.wire.frames import Frame, Kind
 
 __all__ = ["CANCEL", "CallTable", "Caller", "PendingCall", "name_of"]
@@ -168,26 +168,14 @@ class Caller:
         call = self._table.open(peer, what, timeout, PendingCall, payload.header, how="sync")
         # The thread reads from now on, since the answer may come at once; but sending much data takes long,
         # and the loop reads meanwhile.
-        reader = peer.reader if len(payload.buffers) <= 1 and this_thread.must_not_block is None else None
-        turn = None if reader is None else reader.claim()
+        reader = peer.reader
+        turn = None if reader is None or len(payload.buffers) > 1 else reader.claim()
         try:
-            if payload.staging is not None:
-                payload.staging.is_wanted = partial(self._table.is_wanted, call)
-            self._sender.send(peer, kind, call.call_id, payload, wait=timeout or INFINITE)
-        except BaseException as error:
+            self.transmit(call, kind, payload)
+            call.wait(turn)
+        finally:
             if turn is not None and turn.left_to_loop is None:  # it was not used
                 turn.reader.leave()
-            if not self._ends_unsent(call, error):
-                raise
-        if turn is not None:
-            try:
-                turn.reader.wait_for(call.awaited, call.deadline, turn)
-            except BaseException:
-                if call.awaited.outcome is None:
-                    self._table.expire(call)
-                raise
-        if call.awaited.outcome is None:  # not left to ``result``: a signal may interrupt it before it waits
-            call.wait()
         return call.result()
 
     def _checked(self, timeout: float, payload: Payload, peer: Peer) -> float:
@@ -206,23 +194,21 @@ class Caller:
                 payload.staging.is_wanted = partial(self._table.is_wanted, call)
             self._sender.send(call.peer, kind, call.call_id, payload, wait=wait, coalesce=call.coalesced)
         except BaseException as error:
-            if not self._ends_unsent(call, error):
-                raise
-
-    def _ends_unsent(self, call: PendingCall, error: BaseException) -> bool:
-        """Whether the error with which its message could not be sent is the outcome of a call. Otherwise the
-        call is dropped, and the error is to be raised.
-        """
-        # A signal handler may have raised the same for another call, which it has made itself.
-        if isinstance(error, QueueFull | WorkerLostError) and not is_interruption(error):
-            is_full = isinstance(error, QueueFull)
-            # If the loop has not recorded why a connection is closed, it is about to, and ends the call then.
-            if (is_full or call.peer.lost is not None) and self._table.drop(call):
-                call.settle(call.timeout_error() if is_full else call.lost_error())
-            return True
-        self._table.drop(call)
-        self._table.ended(call, error)
-        return False
+            if is_interruption(error):  # even if it is an error of another call, made by a signal handler
+                pass
+            elif isinstance(error, QueueFull):
+                if self._table.drop(call):
+                    call.settle(call.timeout_error())
+                return
+            elif isinstance(error, WorkerLostError):
+                # If the loop has not recorded why the connection is closed, it is about to, and ends the call
+                # then.
+                if call.peer.lost is not None and self._table.drop(call):
+                    call.settle(call.lost_error())
+                return
+            self._table.drop(call)
+            self._table.ended(call, error)
+            raise
 
     def dump_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], peer: Peer
@@ -380,17 +366,25 @@ class PendingCall:
     # ---- waiting
 
     @protected
-    def wait(self) -> None:
-        """Block until the call has ended. ``KeyboardInterrupt`` is raised at once."""
+    def wait(self, turn: Turn | None = None) -> None:
+        """Block until the call has ended. ``KeyboardInterrupt`` is raised at once.
+
+        Args:
+            turn: the turn at reading that this thread has claimed for its answer, if it has. If the
+                turn has not ended afterwards, it must be given up.
+        """
         if self.awaited.outcome is not None:
             return
         if this_thread.must_not_block is not None:
             raise BlockingCallError(this_thread.must_not_block)
         awaited = self.awaited
         try:
-            if self.coalesced:
-                self.peer.flush()
-            self.peer.wait(awaited, self.deadline, reads=not self.keeps_place)
+            if turn is not None:
+                turn.reader.wait_for(awaited, self.deadline, turn)
+            else:
+                if self.coalesced:
+                    self.peer.flush()
+                self.peer.wait(awaited, self.deadline, reads=not self.keeps_place)
             if awaited.outcome is None and not awaited.sleep(INFINITE if self.watched else self.deadline):
                 error = self.table.expire(self)
                 if error is not None:

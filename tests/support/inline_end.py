@@ -38,11 +38,13 @@ class _Reserved(PendingCall):
 
     turn: Turn | None = None
 
-    def wait(self) -> None:
-        turn, self.turn = self.turn, None
-        if turn is not None:
-            turn.reader.wait_for(self.awaited, self.deadline, turn)
-        super().wait()
+    def wait(self, turn: Turn | None = None) -> None:
+        turn, self.turn = turn or self.turn, None
+        try:
+            super().wait(turn)
+        finally:
+            if turn is not None and turn.left_to_loop is None:
+                turn.reader.leave()
 
 
 class _Table(CallTable):
