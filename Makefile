@@ -58,10 +58,11 @@ MORE := tests/fuzz tests/simulation tests/group/devices tests/unit/benchmarks \
 	$(addprefix tests/group/spmd/,collectives/test_faults_in_each_collective.py engine/test_spmd_memory.py) \
 	tests/group/spmd/engine/test_six_models.py tests/group/spmd/tensor_parallel/test_tensor_parallel_llama.py \
 	$(filter-out %/test_guide.py,$(wildcard tests/group/examples/test_*.py))
-PARTS := others unit spmd
+PARTS := farcall others spmd
 FOLDERS_unit := tests/unit tests/group/rref tests/group/dist_autograd tests/group/dist_optim
+FOLDERS_farcall := tests/group/farcall
 FOLDERS_spmd := tests/group/spmd
-FOLDERS_others := tests $(addprefix --ignore ,$(FOLDERS_unit) $(FOLDERS_spmd))
+FOLDERS_others := tests $(addprefix --ignore ,$(FOLDERS_unit) $(FOLDERS_farcall) $(FOLDERS_spmd))
 PARTS_OF_MORE := more-simulated more-examples more-others
 FOLDERS_more-simulated := tests/simulation tests/group/devices
 FOLDERS_more-examples := $(filter tests/group/examples/%,$(MORE))
@@ -73,7 +74,7 @@ ifdef PYTEST_ARGS
 	@$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)
 else
-	$(SIDE_BY_SIDE) $(addprefix test-part-,$(PARTS)) lint
+	$(SIDE_BY_SIDE) test-part-unit lint $(addprefix test-part-,$(PARTS))
 endif
 
 test-more: $(READY)

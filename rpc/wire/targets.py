@@ -42,7 +42,8 @@ class Target:
         self.is_taken_back = False
         self._changed = threading.Condition()
         self.writers: dict[int, None] = {}
-        self._is_wanted = False
+        self._wanted = 0
+        """Number of threads that take the buffers back."""
         self._message: Movable | None = None
 
     def is_of(self, buffers: list[memoryview]) -> bool:
@@ -61,7 +62,7 @@ class Target:
     def enter(self) -> None:
         """Record that the current thread is about to write to the buffers; it calls ``leave`` soon."""
         with self._changed:
-            while self._is_wanted:
+            while self._wanted:
                 self._changed.wait()
             self.writers[get_ident()] = None
 
@@ -69,7 +70,7 @@ class Target:
         """Record that the current thread has stopped writing."""
         with self._changed:
             self.writers.pop(get_ident(), None)
-            if self._is_wanted:
+            if self._wanted:
                 self._changed.notify_all()
 
     def take_back(self) -> None:
@@ -78,7 +79,7 @@ class Target:
         there is no memory for it, ``ProtocolError`` is raised, and nothing has changed.
         """
         with self._changed:
-            self._is_wanted = True
+            self._wanted += 1
             try:
                 while self.writers.keys() - {get_ident()}:  # a finalizer may run in a thread that is writing
                     self._changed.wait()
@@ -86,7 +87,7 @@ class Target:
                     self._message.move()
                 self.is_taken_back = True
             finally:
-                self._is_wanted = False
+                self._wanted -= 1
                 self._changed.notify_all()
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from rpc.errors import ProtocolError
 from rpc.wire.chunking import SHORT_CHUNK_BYTES
 from rpc.wire.reassembly import Reassembly, Room, allocate
-from rpc.wire.targets import Merger, MergingTarget
+from rpc.wire.targets import Merger, MergingTarget, Target
 from tests.support.effort import PROFILE, examples
+from tests.support.streams import until
 
 SIZE = 60
 SOON = 20.0
@@ -78,6 +79,33 @@ def test_memory_that_is_taken_back_in_the_middle_of_a_part_is_not_touched_afterw
     target.merge(10, memoryview(bytes(10)))
     assert (memory[10:] == 0).all()
     reader.join(SOON)
+
+
+@pytest.mark.parametrize("_", range(10))
+def test_two_threads_take_memory_back_while_a_third_one_waits_to_write_to_it(_: int) -> None:
+    """As when a collective is out of time while the loop learns that another rank has given it up."""
+    target, writing, may_leave = Target([]), threading.Event(), threading.Event()
+
+    def write() -> None:
+        target.enter()
+        writing.set()
+        may_leave.wait(SOON)
+        target.leave()
+
+    def waiting() -> int:
+        return len(target._changed._waiters)  # type: ignore[attr-defined]
+
+    target.enter()
+    threads = [threading.Thread(target=run) for run in (target.take_back, write, target.take_back)]
+    for count, each in enumerate(threads, 1):
+        each.start()
+        until(lambda count=count: waiting() == count)  # type: ignore[misc]
+    target.leave()
+    assert writing.wait(SOON)
+    may_leave.set()
+    for each in threads:
+        each.join(SOON)
+        assert not each.is_alive()
 
 
 def test_chunks_of_a_message_that_streams_merge_are_refused_on_the_connection() -> None:
