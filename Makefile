@@ -67,7 +67,7 @@ PARTS_OF_MORE := more-simulated more-examples more-others
 FOLDERS_more-simulated := tests/simulation tests/group/devices
 FOLDERS_more-examples := $(filter tests/group/examples/%,$(MORE))
 FOLDERS_more-others := $(filter-out $(FOLDERS_more-simulated) tests/group/examples/%,$(MORE))
-SIDE_BY_SIDE = @$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync=target
+SIDE_BY_SIDE = @$(MAKE) --no-print-directory --jobs 4 --keep-going --output-sync=target
 
 test: $(READY)
 ifdef PYTEST_ARGS
