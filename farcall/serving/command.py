@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import signal
-import threading
 from dataclasses import replace
 
 import click
@@ -17,6 +16,7 @@ from farcall.serving.loading import load
 from farcall.serving.server import LOOPBACK, serve
 from rpc.options import TlsOptions
 from rpc.rendezvous.token import token_in_file
+from rpc.runtime.blocking import Event, wait_for_event
 
 __all__ = ["run"]
 
@@ -73,7 +73,7 @@ def run(
         metrics_port=metrics_port,
         metrics_host=metrics_host,
     )
-    asked = threading.Event()
+    asked = Event()  # a handler that runs in the middle of the wait of threading.Event cannot set that
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: asked.set())
     names = ", ".join(endpoints)
@@ -81,7 +81,7 @@ def run(
         f"serving {names} at {host}:{server.port}"
         + _metrics(metrics_host, server.metrics_port, encrypted=cert is not None)
     )
-    asked.wait()
+    wait_for_event(asked)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_DFL)
     click.echo("ending: no more calls are accepted; another signal ends it at once")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 import signal
-import threading
 from dataclasses import replace
 from typing import Final
 
@@ -28,6 +27,7 @@ from rpc.group.workers import Member, WorkerInfo
 from rpc.lifecycle.own_backend import admit, start_storeless_agent
 from rpc.options import AgentOptions, parse_listen
 from rpc.rendezvous.address import listen_address
+from rpc.runtime.blocking import Event, wait_for_event
 
 __all__ = ["Server", "connect", "run"]
 
@@ -67,12 +67,12 @@ def run(listen: str, keep: int) -> int:
         RpcError: an option is wrong.
         OSError: it cannot listen there.
     """
-    asked = threading.Event()
+    asked = Event()  # a handler that runs in the middle of the wait of threading.Event cannot set that
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: asked.set())
     server = Server(listen, keep)
     click.echo(f"keeping the newest {keep} versions of weights at {server.address}")
-    asked.wait()
+    wait_for_event(asked)
     server.close()
     return 0
 

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import threading
+from _thread import start_new_thread
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import FrameType
@@ -142,7 +143,7 @@ def _watching() -> Watch:
 
 
 def _call_soon() -> None:
-    threading.Thread(target=_call, name="farcall-preempted", daemon=True).start()
+    start_new_thread(_call, ())  # in a signal handler: the main thread may hold a lock of ``threading``
 
 
 def _call() -> None:
