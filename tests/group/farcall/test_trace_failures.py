@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import rpc
+from farcall.observe.format.jobs import jobs
+from farcall.observe.reading.reader import read_job
 from tests.support.chrome_trace import read_trace
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker, WorkerProcess
@@ -69,6 +71,7 @@ def job_of(
     workers = [started[rank] for rank in range(count)]
     for each in workers:
         each.wait_for("ready")
+    until(lambda: sum(len(read_job(job).living) for job in jobs(folder / "jobs")) == count)
     workers[0].tell("all are there")
 
     def end() -> None:
