@@ -26,8 +26,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 __all__ = [
-    "FLAGS",
-    "JOINED_BYTES",
     "ONE",
     "TCP_NOTSENT_LOWAT",
     "ByteStream",
@@ -37,12 +35,10 @@ __all__ = [
     "SocketStream",
     "Watch",
     "raise_event",
-    "raise_what_broke",
     "receive",
-    "send",
 ]
 
-JOINED_BYTES: Final = 16 << 10
+_JOINED_BYTES: Final = 16 << 10
 """Maximum size in bytes of pieces that are joined before they are written: copying them costs less than a
 call that releases the interpreter lock.
 """
@@ -50,20 +46,15 @@ call that releases the interpreter lock.
 TCP_NOTSENT_LOWAT: Final = 25
 """Socket option for the number of unsent bytes that the kernel keeps; Python 3.11 does not name it."""
 
-FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 # No function has ``argtypes``, since converting through them costs more than the calls. All integers passed
 # fit a C int, or are wrapped.
 _libc = ctypes.PyDLL(None)
 _libc_with_errno = ctypes.PyDLL(None, use_errno=True)
+_send: Any = _libc_with_errno["send"]
 _receive: Any = _libc_with_errno["recv"]
 _epoll_ctl: Any = _libc["epoll_ctl"]
-
-send: Any = _libc_with_errno["send"]
-"""``send(descriptor, data, len(data), FLAGS)`` sends data of type ``bytes``, at most ``JOINED_BYTES``, and
-returns the number of bytes; if that is -1, ``raise_what_broke``. Allocates nothing that could start a garbage
-collection, and with it a finalizer that sends too.
-"""
 
 receive: Any = _libc["recv"]
 """``counts.extend(map(receive, (number,), *buffer.whole))`` receives once and appends the number of bytes.
@@ -96,8 +87,8 @@ class ByteStream(Protocol):
 
     @property
     def descriptor(self) -> int | None:
-        """Descriptor that ``read_into`` and ``write`` use, so that a thread may use it itself, by ``receive``
-        and ``send``; None if there is none.
+        """Descriptor from which ``read_into`` receives, so that a thread may receive from it itself; None if
+        there is none.
         """
 
     def on_readable(self, callback: Callable[[], object] | None) -> None:
@@ -174,10 +165,14 @@ class SocketStream(DescriptorStream):
         self.descriptor = self._descriptor
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
-        size = sum(map(len, pieces))
-        if size <= JOINED_BYTES:
-            count: int = send(self._descriptor, b"".join(pieces), size, FLAGS)
-            return raise_what_broke() if count < 0 else count
+        size = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
+        if size <= _JOINED_BYTES:
+            # Allocates nothing that could start a garbage collection, and with it a finalizer that sends too.
+            count: int = _send(self._descriptor, b"".join(pieces), size, _FLAGS)
+            if count < 0:
+                _raise_what_broke()
+                return 0
+            return count
         try:
             return self.socket.sendmsg(pieces)
         except (BlockingIOError, InterruptedError):
@@ -198,7 +193,7 @@ class ReceiveBuffer:
         self.whole: tuple[Any, ...] = (
             (ctypes.c_void_p(self._address),),
             (ctypes.c_size_t(len(buffer)),),
-            (FLAGS,),
+            (_FLAGS,),
         )
         """Arguments for ``receive``: the beginning and the capacity of the buffer."""
 
@@ -207,19 +202,18 @@ class ReceiveBuffer:
         at the end of the stream, None if there is no data now. Raises ``OSError`` if the stream is broken.
         """
         where, room = ctypes.c_void_p(self._address + offset), ctypes.c_size_t(capacity)
-        count: int = _receive(descriptor, where, room, FLAGS)
+        count: int = _receive(descriptor, where, room, _FLAGS)
         if count >= 0:
             return count
-        raise_what_broke()
+        _raise_what_broke()
         return None
 
 
-def raise_what_broke() -> int:
-    """Raise ``OSError`` for a call that has returned -1; return 0 if the next call may succeed."""
+def _raise_what_broke() -> None:
+    """Raise ``OSError`` for a call that has returned -1, unless the next call may succeed."""
     number = ctypes.get_errno()
     if number not in _NOT_NOW:
         raise OSError(number, os.strerror(number))
-    return 0
 
 
 class _EpollEvent(ctypes.Structure):

@@ -41,7 +41,7 @@ from rpc.runtime import waits
 from rpc.runtime.blocking import Condition, wait_while
 from rpc.runtime.interrupts import protected
 from rpc.transport.base import INFINITE, SMALL_BYTES, ConnectionClosed, QueueFull
-from rpc.transport.byte_stream import FLAGS, JOINED_BYTES, ByteStream, raise_what_broke, send
+from rpc.transport.byte_stream import ByteStream
 from rpc.transport.session import FEW, SHORT_BYTES, Session
 from rpc.wire.chunking import WHOLE_BYTES, ChunkedMessage, Outgoing
 from rpc.wire.frames import chunk_prefix, chunked
@@ -118,7 +118,6 @@ class WriteQueue:
         self._note: Callable[[bytes], object] = self._kept.append
         self._loop = loop
         self._stream = stream
-        self._descriptor = stream.descriptor
         self._queue_limit = queue_limit
         self._captured_bytes = captured_bytes
         self._before_waiting, self._failed, self._emptied = before_waiting, failed, emptied
@@ -322,13 +321,7 @@ class WriteQueue:
         try:
             if self._queue or not self._open or self.error is not None:
                 return False
-            descriptor = self._descriptor
-            if descriptor is None or size > JOINED_BYTES or type(frame) is not bytes:
-                count = self._stream.write((frame,))
-            else:  # as the stream would
-                count = send(descriptor, frame, size, FLAGS)
-                if count < 0:
-                    count = raise_what_broke()
+            count = self._stream.write((frame,))
             if count == size and type(frame) is bytes:
                 if size <= SHORT_BYTES:
                     self._note_short(frame)
