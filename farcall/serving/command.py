@@ -16,7 +16,7 @@ from farcall.serving.loading import load
 from farcall.serving.server import LOOPBACK, serve
 from rpc.options import TlsOptions
 from rpc.rendezvous.token import token_in_file
-from rpc.runtime.blocking import Event, wait_for_event
+from rpc.runtime.blocking import event_of_signals, wait_for_event
 
 __all__ = ["run"]
 
@@ -73,9 +73,7 @@ def run(
         metrics_port=metrics_port,
         metrics_host=metrics_host,
     )
-    asked = Event()  # a handler that runs in the middle of the wait of threading.Event cannot set that
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, lambda *_: asked.set())
+    asked = event_of_signals(signal.SIGTERM, signal.SIGINT)
     names = ", ".join(endpoints)
     click.echo(
         f"serving {names} at {host}:{server.port}"

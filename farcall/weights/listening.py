@@ -27,7 +27,7 @@ from rpc.group.workers import Member, WorkerInfo
 from rpc.lifecycle.own_backend import admit, start_storeless_agent
 from rpc.options import AgentOptions, parse_listen
 from rpc.rendezvous.address import listen_address
-from rpc.runtime.blocking import Event, wait_for_event
+from rpc.runtime.blocking import event_of_signals, wait_for_event
 
 __all__ = ["Server", "connect", "run"]
 
@@ -67,9 +67,7 @@ def run(listen: str, keep: int) -> int:
         RpcError: an option is wrong.
         OSError: it cannot listen there.
     """
-    asked = Event()  # a handler that runs in the middle of the wait of threading.Event cannot set that
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, lambda *_: asked.set())
+    asked = event_of_signals(signal.SIGTERM, signal.SIGINT)
     server = Server(listen, keep)
     click.echo(f"keeping the newest {keep} versions of weights at {server.address}")
     wait_for_event(asked)

@@ -8,6 +8,7 @@ system call would not end the wait, so each wait consists of short ones.
 
 from __future__ import annotations
 
+import signal
 import threading
 from _thread import LockType, allocate_lock
 from collections.abc import Callable
@@ -84,6 +85,16 @@ def wait_for_event(event: Event, deadline: float = INFINITE) -> bool:
     finally:
         with suppress(ValueError):  # it has been set
             event._waiting.remove(lock)
+
+
+def event_of_signals(*numbers: int) -> Event:
+    """Return an event that these signals set from now on. A handler that ran in the middle of the wait for an
+    event of ``threading`` could not set that, as the wait holds its lock. For the main thread.
+    """
+    event = Event()
+    for number in numbers:
+        signal.signal(number, lambda *_: event.set())
+    return event
 
 
 class Condition(threading.Condition):
