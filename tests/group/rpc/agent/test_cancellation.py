@@ -65,10 +65,22 @@ def are_freed() -> bool:
     return all(made() is None for made in _made)
 
 
+def hear_notes() -> None:
+    """At the callee: take the notes of ``post_note``."""
+    current_agent().messages.control.on("note", lambda peer, what: note(what))
+
+
+def post_note(what: str) -> None:
+    """Have something happen at the callee that takes no thread there, after all earlier cancellations: a call
+    may overtake those.
+    """
+    agent = current_agent()
+    agent.messages.control.post(agent.group.peers.find("worker1"), "note", what)
+
+
 def have_no_more_threads() -> None:
     """At the callee: start none when none gets on."""
     current_agent().executor._grow = lambda: True
-    current_agent().messages.control.on("note", lambda peer, what: note(what))  # takes no thread
 
 
 async def sleep_long() -> None:
@@ -185,11 +197,11 @@ def test_a_coroutine_is_cancelled_whenever_the_message_comes() -> None:
 @in_worker0(num_worker_threads=1)
 def test_a_call_that_waits_for_a_thread_is_dropped() -> None:
     rpc.rpc_sync("worker1", have_no_more_threads)
+    rpc.rpc_sync("worker1", hear_notes)
     holding = rpc.rpc_async("worker1", happened, args=("go on",))
     futures = [rpc.rpc_async("worker1", note, args=(f"ran {number}",)) for number in range(3)]
     assert futures[1].cancel()
-    agent = current_agent()
-    agent.messages.control.post(agent.group.peers.find("worker1"), "note", "go on")
+    post_note("go on")
     assert holding.wait() == ["go on"]
     futures[2].wait()
     assert at_callee() == ["go on", "ran 0", "ran 2"]
@@ -198,11 +210,12 @@ def test_a_call_that_waits_for_a_thread_is_dropped() -> None:
 
 @in_worker0()
 def test_a_method_that_waits_for_its_object_is_dropped() -> None:
+    rpc.rpc_sync("worker1", hear_notes)
     desk = rpc.remote("worker1", Desk)
     futures = [desk.rpc_async().ask(), desk.rpc_async().sleep(), desk.rpc_async().ask(torch.ones(8))]
     assert all(future.cancel() for future in futures)
     del futures
-    rpc.rpc_sync("worker1", note, args=("desk wanted",))
+    post_note("desk wanted")
     assert nothing_is_left()
     assert at_callee() == ["desk wanted"]
     desk.rpc_sync().ask()
