@@ -58,6 +58,37 @@ Key = tuple[int, int]
 _making: Final = threading.Lock()
 
 
+class _Requested(torch.futures.Future[list[Any]]):
+    """The answer to a request for a value, which is given once it is taken: by a callback, which serializes
+    the value at once, as the generator may change it when it goes on.
+
+    Args:
+        changed: called when the answer can be given.
+    """
+
+    def __init__(self, changed: Callable[[], object]) -> None:
+        super().__init__()
+        self._changed = changed
+        self.may_come = False
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        super().add_done_callback(callback)
+        self._let_come()
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        done = super().then(callback)
+        self._let_come()
+        return done
+
+    def wait(self) -> list[Any]:
+        self._let_come()
+        return super().wait()
+
+    def _let_come(self) -> None:
+        self.may_come = True
+        self._changed()
+
+
 class _Requests:
     """Requests for the values of one stream, in order. From any thread.
 
@@ -68,7 +99,7 @@ class _Requests:
     def __init__(self, changed: Callable[[], object]) -> None:
         self._changed = changed
         self._lock = threading.Lock()
-        self._waiting: dict[int, torch.futures.Future[list[Any]]] = {}
+        self._waiting: dict[int, _Requested] = {}
         self._index = 0
         self.ended = False
 
@@ -78,7 +109,7 @@ class _Requests:
         Raises:
             ValueError: no caller that keeps to the protocol requests this value now.
         """
-        future: torch.futures.Future[list[Any]] = torch.futures.Future()
+        future = _Requested(self._changed)
         with self._lock:
             ended = self.ended
             if not ended:
@@ -89,13 +120,12 @@ class _Requests:
                 self._waiting[index] = future
         if ended:
             future.set_result(_NO_MORE)
-        else:
-            self._changed()
         return future
 
     def has_work(self) -> bool:
-        """Whether the next value has been requested, or there are no more."""
-        return self.ended or self._index in self._waiting
+        """Whether the answer with the next value can be given, or there are no more."""
+        future = self._waiting.get(self._index)
+        return self.ended or (future is not None and future.may_come)
 
     def answer(self, value: Any) -> None:
         """Give the next value."""

@@ -239,6 +239,26 @@ def test_what_no_caller_sends_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         stream(of, look_ahead=4)
 
 
+@pytest.mark.parametrize("taken_by", ["add_done_callback", "then"])
+def test_a_value_that_the_generator_changes_is_taken_before(taken_by: str) -> None:
+    def growing() -> Iterator[list[int]]:
+        items: list[int] = []
+        for number in range(2):
+            items.append(number)
+            yield items
+
+    generators.open_stream((7, 1), growing, (), {})
+    requested = [generators.next_value((7, 1), index) for index in range(3)]
+    opened = generators._streams().find((7, 1))
+    assert opened is not None
+    assert not opened.requests.has_work(), "its value could only be taken late"
+    taken: list[list[int]] = []
+    for answer in reversed(requested):
+        getattr(answer, taken_by)(lambda done: taken.extend(map(list, done.value())))
+    assert requested[-1].wait() == []
+    assert taken == [[0], [0, 1]]
+
+
 def test_keys_cannot_be_guessed() -> None:
     keys = [stream(of)._source._key[1] for _ in range(3)]
     assert len(set(keys)) == 3
