@@ -163,7 +163,14 @@ class Caller:
 
     @protected
     def inquire(self, peer: Peer, kind: int, payload: Payload, timeout: float, what: object) -> Any:
-        """Like ``request``, but wait for the answer, and return its value or raise its error."""
+        """Like ``request``, but wait for the answer, and return its value or raise its error.
+
+        Raises:
+            BlockingCallError: the thread must not block; nothing is sent.
+        """
+        if this_thread.must_not_block is not None:
+            self._serializer.take_back(payload.header, peer)
+            raise BlockingCallError(this_thread.must_not_block)
         timeout = self.rpc_timeout if timeout is UNSET_TIMEOUT else self._checked(timeout, payload, peer)
         call = self._table.open(peer, what, timeout, PendingCall, payload.header, how="sync")
         # The thread reads from now on, since the answer may come at once; but sending much data takes long,
@@ -375,8 +382,6 @@ class PendingCall:
         """
         if self.awaited.outcome is not None:
             return
-        if this_thread.must_not_block is not None:
-            raise BlockingCallError(this_thread.must_not_block)
         awaited = self.awaited
         try:
             if turn is not None:

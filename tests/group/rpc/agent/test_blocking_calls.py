@@ -116,8 +116,10 @@ def wait_for_all() -> None:
         rpc.rpc_async("worker0", wait_at_gate)
 
 
+_refused_calls: list[Any] = []
+
 BLOCKING: dict[str, Callable[[], Any]] = {
-    "rpc_sync": lambda: rpc.rpc_sync("worker0", add, args=(1, 2)),
+    "rpc_sync": lambda: rpc.rpc_sync("worker0", _refused_calls.append, args=(rpc.RRef(1),)),
     "wait": lambda: rpc.rpc_async("worker0", wait_at_gate).wait(),
     "to_here": lambda: rpc.remote("worker0", wait_at_gate).to_here(),
     "local_value": lambda: rpc.remote("worker1", wait_at_gate).local_value(),
@@ -145,6 +147,7 @@ def test_a_blocking_call_in_a_coroutine_is_refused() -> None:
     for rank in (0, 1):
         rpc.rpc_sync(rank, open_gate)
     assert answer == dict.fromkeys(BLOCKING, "BlockingCallError")
+    assert not _refused_calls
 
 
 # ---- what blocks holds up nobody else

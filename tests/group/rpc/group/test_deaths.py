@@ -23,6 +23,7 @@ from rpc.errors import RpcError, WorkerLostError
 from tests.support.ports import reserved_port
 from tests.support.refusals import refused
 from tests.support.serving import open_gate, serve, wait_at_gate
+from tests.support.streams import until
 from tests.support.tracked import Tracked
 from tests.support.worker_context import current_worker
 from tests.support.workers import RunWorkers, Worker, WorkerProcess
@@ -91,6 +92,8 @@ def wait_in_every_way(worker: Worker) -> list[str]:
         }
         with ThreadPoolExecutor(len(ways)) as pool:
             running = {name: pool.submit(way) for name, way in ways.items()}
+            until(lambda: rpc.get_debug_info()["agent.pending_calls"] == 10)  # all calls to the dead one
+            worker.report("waiting")
             errors = {name: each.exception() for name, each in running.items()}
         for name, error in errors.items():
             assert isinstance(error, RuntimeError), name
@@ -121,6 +124,7 @@ def test_whoever_waits_for_a_killed_worker_is_told_which_and_why(run_workers: Ru
     gates = {"rpc_sync", "future", "asyncio", "wait_all", "then", "remote", "nested"}
     while gates:
         gates.discard(workers[1].wait_for("at the gate"))
+    workers[0].wait_for("waiting")
     workers[1].kill()
     assert workers[0].result() == ["worker0", "worker2"]
     workers.results()
