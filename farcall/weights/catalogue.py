@@ -376,8 +376,12 @@ class Catalogue:
         freed, self._freed = self._freed, []
         return freed
 
+    def has_lost(self, who: Who) -> bool:
+        """Whether a worker was lost."""
+        return who in self._dead
+
     def _check_alive(self, who: Who) -> None:
-        if who in self._dead:
+        if self.has_lost(who):
             raise WeightsError(f"worker '{who.name}' was lost: what it had of store '{self.name}' is gone")
 
     def _give_up(self, versions: list[Version]) -> None:

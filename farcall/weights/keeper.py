@@ -378,12 +378,13 @@ class Keeper:
 
     def wait(self, state: int, who: list[Any], ticket: int) -> torch.futures.Future[int]:
         """Return a future that is completed once there are other versions than in ``state``, or the wait has
-        been given up.
+        been given up, or its worker is lost.
         """
         future: torch.futures.Future[int] = torch.futures.Future()
         lease = Lease(self._who(who), ticket)
         with self._lock:
-            if self._state == state and not self._closed and lease not in self._given_up:
+            ended = self._closed or lease in self._given_up or self._catalogue.has_lost(lease.holder)
+            if self._state == state and not ended:
                 self._waiting[lease] = future
             else:
                 future.set_result(self._state)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from spmd.engine.program.step_messages import Save
 from spmd.engine.worker.worker_engine import LOST, WorkerEngine, copied
 
 __all__ = ["Saved", "Saves"]
+
+_LEFT: Final = "the worker has left SPMD mode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Saves:
         self._random: dict[int, Tensor] = {}
         self._kept: dict[int, dict[int, Tensor]] = {}
         self._done: dict[int, Future[None]] = {}
+        self._closed = False
 
     def next_to(self, neighbour: Any) -> None:
         """Set the reference to the worker that keeps this one's shards."""
@@ -116,9 +119,15 @@ class Saves:
             }
 
     def done(self, number: int) -> Future[None]:
-        """Return a future that is done when this worker and its neighbour have a save."""
+        """Return a future that is done when this worker and its neighbour have a save; failed after
+        ``close``.
+        """
         with self._lock:
-            return self._done.setdefault(number, Future())
+            if not self._closed:
+                return self._done.setdefault(number, Future())
+        ended: Future[None] = Future()
+        ended.set_exception(GivenUpError(_LEFT))
+        return ended
 
     def of_neighbour(self, number: int) -> Saved:
         """Return the values of the worker whose shards are kept here, at a save that is complete."""
@@ -145,8 +154,10 @@ class Saves:
             self._drop(lambda each: each < number)
 
     def close(self) -> None:
-        """Forget all saves; those that are awaited fail."""
-        self._abandon(-1, "the worker has left SPMD mode")
+        """Forget all saves; those that are awaited fail, now and later."""
+        with self._lock:
+            self._closed = True
+        self._abandon(-1, _LEFT)
 
     def _abandon(self, number: int, reason: str) -> None:
         """Forget the saves after one, which fail where they are awaited."""

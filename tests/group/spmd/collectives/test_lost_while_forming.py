@@ -8,9 +8,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+import rpc
 import spmd
 from rpc.errors import WorkerLostError
 from rpc.runtime.current import current_agent
+from spmd.collectives import store
 from tests.support.default_device import not_on_devices
 from tests.support.streams import until
 from tests.support.workers import RunWorkers, Worker
@@ -101,4 +103,28 @@ def test_an_interrupted_worker_and_the_others_can_leave(run_workers: RunWorkers)
     workers[0].wait_for("one waits")
     workers[1].interrupt()
     assert workers[1].result() == "interrupted"
+    workers[0].result()
+
+
+def own_incarnation() -> int:
+    incarnation: int = current_agent().incarnation
+    return incarnation
+
+
+def wait_for_one_that_is_gone(worker: Worker) -> None:
+    with worker.group(**PATIENT):
+        view = current_agent().group.peers.view
+        lost = rpc.rpc_sync("worker1", own_incarnation)
+        worker.report("ready")
+        until(lambda: view.gone_reason(lost))
+        reason = rpc.rpc_sync("worker0", store._wait, args=(["missing"], lost), timeout=0)
+        assert reason == view.gone_reason(lost)
+
+
+def test_a_wait_at_the_store_of_a_worker_that_was_lost_before_it_came_ends_at_once(
+    run_workers: RunWorkers,
+) -> None:
+    workers = run_workers.start([wait_for_one_that_is_gone, serve])
+    workers.wait_for("ready")
+    workers[1].kill()
     workers[0].result()

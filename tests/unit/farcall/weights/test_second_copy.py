@@ -314,6 +314,15 @@ def test_versions_that_were_removed_before_are_known_to_the_one_that_takes_over(
         each.close()
 
 
+def test_a_wait_of_a_worker_that_was_lost_before_it_came_ends_at_once(own: Agent) -> None:
+    store = Keeper("policy", own)
+    state = store.wait(-1, ["reader", 1], 1).wait()
+    assert not store.wait(state, ["reader", 1], 2).done()
+    store._lose((Who("reader", 1), "its process has died"))
+    assert store.wait(store._state, ["reader", 1], 3).done()
+    store.close()
+
+
 def mapped() -> int:
     """Return how many segments this process has mapped."""
     return sum("/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
