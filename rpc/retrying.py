@@ -263,7 +263,7 @@ class _RetriedCall(Future[Any]):
         if error is None:
             self.set_result(value)
         else:
-            self.set_exception(without_frames(error))
+            self.set_exception(without_frames(error, drops_handled=True))
 
 
 class _Attempts:
@@ -361,7 +361,7 @@ class _Attempts:
             return False
         self._left -= 1
         logger.warning("%s is called again as soon as the worker is back: %s", self._asked, legible(error))
-        lost = without_frames(error)
+        lost = without_frames(error, drops_handled=True)
 
         def again(is_back: bool) -> None:
             self._context.copy().run(self._again, lost, is_back)  # a context cannot be entered twice

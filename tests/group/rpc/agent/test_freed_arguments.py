@@ -178,3 +178,53 @@ def test_a_failed_call_keeps_no_arguments_at_its_caller() -> None:
             del batch
             assert is_freed(make.__name__), make.__name__
     rpc.rpc_sync("worker1", open_gate)
+
+
+def fail(*_: Any) -> NoReturn:
+    raise ValueError("bad batch")
+
+
+def cancel(under_way: rpc.Future[Any]) -> rpc.Future[Any]:
+    assert under_way.cancel()
+    return under_way
+
+
+def call_again(under_way: rpc.Future[Any]) -> rpc.Future[Any]:
+    return rpc.rpc_async("worker1", fail)
+
+
+def call_with_retries(under_way: rpc.Future[Any]) -> rpc.Future[Any]:
+    return rpc.rpc_async("worker1", fail, retries=1)
+
+
+def go_on(under_way: rpc.Future[Any]) -> rpc.Future[Any]:
+    return cancel(under_way).then(fail)
+
+
+def collect(under_way: rpc.Future[Any]) -> torch.futures.Future[Any]:
+    return torch.futures.collect_all([cancel(under_way)])
+
+
+@pytest.mark.parametrize("handle", [cancel, call_again, call_with_retries, go_on, collect])
+@in_standing_group()
+def test_a_call_that_fails_where_an_error_is_handled_does_not_keep_what_the_handler_has(
+    handle: Callable[[rpc.Future[Any]], torch.futures.Future[Any]],
+) -> None:
+    def use(batch: Batch) -> None:
+        under_way = rpc.rpc_async("worker1", asyncio.sleep, args=(3600,))
+        try:
+            under_way.wait(0.001)
+        except RpcTimeoutError:
+            failed = handle(under_way)
+            with pytest.raises((CancelledError, ValueError, RuntimeError)) as raised:
+                failed.wait()
+            assert isinstance(raised.value.__context__, RpcTimeoutError), "as for any error there"
+        under_way.cancel()
+
+    name = handle.__name__
+    batch = Batch(name)
+    watch(batch)
+    use(batch)
+    del batch
+    gc.collect()
+    assert is_freed(name)
