@@ -382,6 +382,8 @@ class PendingCall:
         """
         if self.awaited.outcome is not None:
             return
+        if this_thread.must_not_block is not None:
+            raise BlockingCallError(this_thread.must_not_block)
         awaited = self.awaited
         try:
             if turn is not None:
