@@ -31,6 +31,7 @@ from rpc.runtime import waits
 from rpc.runtime.blocking import check_may_block
 from rpc.runtime.interrupts import interruptible, protected
 from rpc.runtime.legible import legible
+from rpc.serialization.exception_state import twin
 from rpc.serialization.kept_errors import without_frames
 
 __all__ = [
@@ -263,7 +264,7 @@ class _RetriedCall(Future[Any]):
         if error is None:
             self.set_result(value)
         else:
-            self.set_exception(without_frames(error, drops_handled=True))
+            self.set_exception(without_frames(error, copy=twin))
 
 
 class _Attempts:
@@ -361,7 +362,7 @@ class _Attempts:
             return False
         self._left -= 1
         logger.warning("%s is called again as soon as the worker is back: %s", self._asked, legible(error))
-        lost = without_frames(error, drops_handled=True)
+        lost = without_frames(error, copy=twin)
 
         def again(is_back: bool) -> None:
             self._context.copy().run(self._again, lost, is_back)  # a context cannot be entered twice

@@ -16,6 +16,7 @@ from rpc.errors import AutogradError, RRefError, SerializationError, WorkerLostE
 from rpc.group.peer import Peer
 from rpc.group.workers import WorkerInfo
 from rpc.runtime import interrupts
+from rpc.runtime.blocking import check_may_block
 from rpc.runtime.current import check_not_forked, extension
 from rpc.runtime.interrupts import protected
 from rpc.serialization.payload import Payload
@@ -342,6 +343,8 @@ class RRef(Generic[T]):
                 kind = Future()
                 kind.set_result(type(self.local_value()))
             else:
+                if blocking:
+                    check_may_block()
                 shell = self._usable("_get_type", timeout)
                 ask = fetch(self._rref)
                 ask.header["type"] = True

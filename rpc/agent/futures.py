@@ -130,7 +130,7 @@ class Future(torch.futures.Future[T]):
                 _value_of(future)
             except BaseException as error:
                 collected._parts = ()
-                _end(collected, None, without_frames(error, drops_handled=True))
+                _end(collected, None, to_keep(error))
             else:
                 if next(left) == 0:
                     collected._parts = ()
@@ -163,7 +163,7 @@ class Future(torch.futures.Future[T]):
             except BaseException as error:
                 if is_interruption(error):
                     interruption = error
-                self._ending = None, without_frames(error, drops_handled=True)
+                self._ending = None, without_frames(error, copy=twin)
             self._claim.release()
         if _end(self, *ending):
             self._kept = ending
@@ -378,7 +378,7 @@ class _Continuation:
             if isinstance(error, Exception) and not interrupts:
                 self._tell_of(error)
             if not _is_done(self.future):
-                without_frames(error, drops_handled=True)
+                without_frames(error, copy=twin)
                 _fail(self.future, RuntimeError(f"{type(error).__name__}: {text_of(error)}"), error)
             if interrupts:
                 _thread_state.interruption = error

@@ -596,7 +596,7 @@ class ReceivedRequests:
                     result = future.value()
                 except BaseException as error:
                     answer(None, error)
-                    without_frames(error, drops_handled=True)  # a future of PyTorch keeps the error itself
+                    without_frames(error, copy=twin)  # a future of PyTorch keeps the error itself
                 else:
                     answer(result, None)
             finally:

@@ -189,7 +189,7 @@ def to_keep(error: E) -> E:
     if error.__traceback__ is None:
         return error
     copied = twin(error)
-    return noted(copied, drops_handled=copied is not error)
+    return noted(copied, copy=None if copied is error else twin)
 
 
 class Partly:

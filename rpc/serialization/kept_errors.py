@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Final, TypeVar
 
@@ -18,17 +18,20 @@ __all__ = ["noted", "without_frames"]
 
 E = TypeVar("E", bound=BaseException)
 
+Copy = Callable[[BaseException], BaseException]
+
 _OWN_PACKAGES: Final = ("rpc.", "rref.")
 
 
-def without_frames(error: E, *, drops_handled: bool = False) -> E:
+def without_frames(error: E, *, copy: Copy | None = None) -> E:
     """Remove the tracebacks of an error, and those of its causes, contexts and members, whose places become
     notes.
 
     Args:
         error: the error.
-        drops_handled: what happens to a cause or context that a caller is handling meanwhile, which must keep
-            its traceback: the error no longer refers to it. By default, it stays as it is.
+        copy: copies a cause or context that a caller is handling meanwhile, which must keep its traceback:
+            the error refers to the copy from then on, which has notes, and no causes. By default, it stays
+            as it is.
     """
     running = set(_callers(sys._getframe(1)))  # not of this frame, which would be a cycle
     waiting: list[BaseException] = [error]
@@ -44,8 +47,8 @@ def without_frames(error: E, *, drops_handled: bool = False) -> E:
                 continue
             places = each.__traceback__
             if places is not None and places.tb_frame in running:
-                if drops_handled and name:
-                    setattr(parent, name, None)
+                if copy is not None and name:
+                    setattr(parent, name, _alone(each, copy))
                 continue
             seen.add(id(each))
             _note_places(each, places)
@@ -54,10 +57,20 @@ def without_frames(error: E, *, drops_handled: bool = False) -> E:
     return error
 
 
-def noted(error: E, *, drops_handled: bool = False) -> E:
+def _alone(error: BaseException, copy: Copy) -> BaseException | None:
+    """Return a copy of an error that refers to no other one and has notes; None if there can be none."""
+    copied = copy(error)
+    if copied is error or isinstance(copied, BaseExceptionGroup):
+        return None
+    copied.__cause__ = copied.__context__ = copied.__traceback__ = None
+    _note_places(copied, error.__traceback__)
+    return copied
+
+
+def noted(error: E, *, copy: Copy | None = None) -> E:
     """Remove the tracebacks as ``without_frames`` does; the place of the error itself becomes a note, too."""
     _note_places(error, error.__traceback__)
-    return without_frames(error, drops_handled=drops_handled)
+    return without_frames(error, copy=copy)
 
 
 def _note_places(error: BaseException, places: TracebackType | None) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from rpc.agent.futures import Future
 from rpc.api import keywords, positional, rpc_async, rpc_sync
 from rpc.errors import NotInitializedError, with_article
+from rpc.runtime.blocking import check_may_block
 from rpc.runtime.current import current_agent, is_initialized
 from rref.reference import RRef
 from rref.remote import remote
@@ -154,6 +155,7 @@ class RemoteModule(WithoutLocalState):
         """
         if self.device == "cpu":
             return self.module_rref.rpc_sync().__call__(*args, **kwargs)
+        check_may_block()
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:

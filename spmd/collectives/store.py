@@ -150,8 +150,8 @@ async def _wait(keys: Sequence[str], incarnation: int) -> Any:
     """Handle a wait, at the serving worker, until its caller cancels it or is gone."""
     store = extension(_EXTENSION)
     future = store.wait(keys, incarnation)
-    gone = current_agent().group.peers.view.gone_reason(incarnation)
     try:
+        gone = current_agent().group.peers.view.gone_reason(incarnation)
         if gone is not None:  # perhaps before it was among those that wait
             return gone
         return await future

@@ -99,12 +99,12 @@ class Saves:
             try:
                 done.set_result(answer.value())
             except Exception as error:
-                done.set_exception(error)
+                _fail(done, error)
 
         try:
             kept = self._neighbour.rpc_async(timeout=0).keep(number, self._sharded[number], shards)
         except RpcError as error:  # it is gone
-            done.set_exception(error)
+            _fail(done, error)
         else:
             kept.add_done_callback(pass_on)
 
@@ -165,15 +165,20 @@ class Saves:
             abandoned = [future for each, future in self._done.items() if each > number]
             self._drop(lambda each: each > number)
         for future in abandoned:
-            if not future.done():
-                future.set_exception(GivenUpError(reason))
+            _fail(future, GivenUpError(reason))
 
     def fail(self, number: int, error: Exception) -> None:
         """Note that a save could not be made."""
-        self.done(number).set_exception(error)
+        _fail(self.done(number), error)
 
     def _drop(self, goes: Callable[[int], bool]) -> None:
         saves: dict[int, Any]
         for saves in (self._own, self._sharded, self._random, self._kept, self._done):
             for each in [each for each in saves if goes(each)]:
                 del saves[each]
+
+
+def _fail(done: Future[None], error: Exception) -> None:
+    """Fail a future, unless it was abandoned."""
+    if not done.done():
+        done.set_exception(error)

@@ -124,6 +124,7 @@ BLOCKING: dict[str, Callable[[], Any]] = {
     "to_here": lambda: rpc.remote("worker0", wait_at_gate).to_here(),
     "local_value": lambda: rpc.remote("worker1", wait_at_gate).local_value(),
     "proxy": lambda: rpc.remote("worker0", list).rpc_sync().copy(),
+    "proxy of remote": lambda: rpc.remote("worker0", list).remote().copy(),
     "barrier": rpc.barrier,
     "wait_all": wait_for_all,
 }

@@ -20,6 +20,7 @@ import torch
 
 import rpc
 from rpc.errors import RpcError, WorkerLostError
+from rpc.runtime.current import current_agent
 from tests.support.ports import reserved_port
 from tests.support.refusals import refused
 from tests.support.serving import open_gate, serve, wait_at_gate
@@ -74,6 +75,7 @@ def wait_in_every_way(worker: Worker) -> list[str]:
 
     with worker.group(rpc_timeout=0):
         held = rpc.remote(dead, Tracked)
+        held.rpc_sync().say_name()
         made = rpc.remote(dead, gate, args=("remote",))
         passed_on = rpc.rpc_async("worker2", rpc.rpc_sync, args=(dead, gate, ("nested",)))
         asked = rpc.rpc_async(dead, gate, args=("future",))
@@ -92,7 +94,7 @@ def wait_in_every_way(worker: Worker) -> list[str]:
         }
         with ThreadPoolExecutor(len(ways)) as pool:
             running = {name: pool.submit(way) for name, way in ways.items()}
-            until(lambda: rpc.get_debug_info()["agent.pending_calls"] == 10)  # all calls to the dead one
+            until(lambda: sum(call.peer.name == dead for call in current_agent().calls.table.waiting()) == 9)
             worker.report("waiting")
             errors = {name: each.exception() for name, each in running.items()}
         for name, error in errors.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpc.serialization.exception_state import to_keep
+from rpc.serialization.exception_state import to_keep, twin
 from rpc.serialization.kept_errors import without_frames
 
 
@@ -50,15 +50,23 @@ def test_an_error_that_a_caller_is_handling_is_left_as_it_is() -> None:
     assert not hasattr(handled, "__notes__")
 
 
-def test_an_error_that_is_handled_can_be_dropped() -> None:
+def test_an_error_that_is_handled_can_be_copied() -> None:
     handled = RuntimeError("is handled")
+    handled.__cause__ = KeyError("before")
     try:
         raise handled
     except RuntimeError:
-        kept = without_frames(wrapped(), drops_handled=True)
+        kept = without_frames(wrapped(), copy=twin)
         assert handled.__traceback__ is not None
     assert kept.__cause__ is not None
-    assert kept.__cause__.__context__ is None
+    copied = kept.__cause__.__context__
+    assert copied is not handled
+    assert repr(copied) == "RuntimeError('is handled')"
+    assert copied is not None
+    assert (copied.__traceback__, copied.__cause__, copied.__context__) == (None, None, None)
+    assert "in test_an_error_that_is_handled_can_be_copied\n" in copied.__notes__[0]
+    assert not hasattr(handled, "__notes__")
+    assert handled.__cause__ is not None
 
 
 def test_members_of_a_group_keep_no_frames() -> None:
