@@ -189,7 +189,7 @@ def ask(incarnation: int, kept_id: int, name: str, what: str, args: list[Any]) -
     node = _nodes.get(incarnation)
     kept = None if node is None else node.find(kept_id)
     if kept is None:
-        again = any(name == each for node in list(_nodes.values()) for _, each in node.stores)
+        again = any(name == each for node in list(_nodes.values()) for _, each in list(node.stores))
         raise WeightsError(
             f"store '{name}' was started again since, and its versions are gone: open it again"
             if again

@@ -206,7 +206,7 @@ class Agent:
             "connected_peers": sum(peer.connected and not peer.is_self for peer in self.group.peers.all()),
         }
         info = {f"agent.{key}": value for key, value in counts.items()}
-        for extension in self.extensions.values():
+        for extension in list(self.extensions.values()):  # another thread may add one
             describe = getattr(extension, "debug_info", None)
             if describe is not None:
                 info |= describe()

@@ -165,7 +165,7 @@ class BulkStreams:
     @property
     def threads(self) -> int:
         """Number of threads that send or receive."""
-        return sum(streams.threads for streams in self._streams.values() if streams is not None)
+        return sum(streams.threads for streams in list(self._streams.values()) if streams is not None)
 
     def _begin(self, peer: Peer) -> None:
         if peer in self._streams or self._closed or not peer.connected:

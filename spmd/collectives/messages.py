@@ -401,13 +401,16 @@ class Messages:
                 if members.failed or each.source in members.gone or (each.source == ANY and everybody_gone)
             ]
             self._receives = [each for each in self._receives if each not in receives]
+            # Other threads end offers and messages meanwhile, without the lock.
             offers = [
-                number for number, offer in self._offers.items() if members.failed or offer[0] in members.gone
+                number
+                for number, (to, _, _) in self._offers.copy().items()
+                if members.failed or to in members.gone
             ]
-            refused = [self._offers.pop(number) for number in offers]
+            refused = [offer for number in offers if (offer := self._offers.pop(number, None)) is not None]
             coming = [
                 message
-                for message, source in self._coming.items()
+                for message, source in self._coming.copy().items()
                 if members.failed or source in members.gone
             ]
             # Small messages are here; others will not come any more.
