@@ -161,6 +161,7 @@ class _Joining:
                 return strangers
             if not self._backoff.pause():
                 return None
+        self._coordinates = False  # another did, and those that it refused may have arrived again
         return given
 
     def _tell_of_waiting(self, notices: Notices) -> Verdict | None:

@@ -134,6 +134,27 @@ def test_second_claimant_of_rank_0_coordinates_once_the_first_is_dead(
     assert [group.members for group in results(futures)] == [(zero.member, one.member)] * 2
 
 
+def test_rank_0_that_another_has_refused_decides_on_nobody_else(
+    memory: SharedStore, workers: Workers
+) -> None:
+    """Two workers claim rank 0: the others may arrive again before the second one has read its verdict."""
+    zero, one, other = (worker.member for worker in workers(3))
+    refused = Verdict(ArrivalKind.MISMATCH, "the rank 0 is not unique")
+    log = Log(memory.under("farcall/default"))
+    again: list[int] = []
+
+    def refuse(_: Member) -> bool:
+        if not again:
+            log.decide(2, refused)
+            again.append(_leave_arrival(memory, other, 2))
+        return False
+
+    assert _leave_arrival(memory, one, 2) == 1
+    with pytest.raises(GroupMismatchError, match="the rank 0 is not unique"):
+        join(memory, zero, 2, tell=refuse)
+    assert log.verdict(again[0]) is None
+
+
 def test_place_taken_but_never_written_is_passed_over(connect: Connect, workers: Workers) -> None:
     connect().under("farcall/default").add("arrivals", 1)
     pair = workers(2)
