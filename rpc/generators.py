@@ -60,7 +60,8 @@ _making: Final = threading.Lock()
 
 class _Requested(torch.futures.Future[list[Any]]):
     """The answer to a request for a value, which is given once it is taken: by a callback, which serializes
-    the value at once, as the generator may change it when it goes on.
+    the value at once, as the generator may change it when it goes on. Large tensors and arrays are sent in
+    place.
 
     Args:
         changed: called when the answer can be given.

@@ -161,7 +161,8 @@ class _Joining:
                 return strangers
             if not self._backoff.pause():
                 return None
-        self._coordinates = False  # another did, and those that it refused may have arrived again
+        # Another worker has decided, and those that it refused may have arrived again.
+        self._coordinates = False
         return given
 
     def _tell_of_waiting(self, notices: Notices) -> Verdict | None:
